@@ -19,7 +19,7 @@ READY := $(VENV)/ready
 EVERY ?= 8
 # Half as many more than cores: tests also wait, for other processes and for disks.
 JOBS ?= $(shell n=$$(nproc); n=$$((n + n / 2)); [ $$n -lt 8 ] && echo $$n || echo 8)
-C_SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh') $(wildcard tests/c/*.[ch])
+C_SOURCES := $(shell find csrc -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh') $(shell find tests/c -name '*.[ch]')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore

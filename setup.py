@@ -4,7 +4,7 @@ Neither torch nor a GPU is needed to build.  Environment:
 
     GEMINI_CUDA        auto (default: kernels if nvcc is found) | 0 (CPU only) | 1 (nvcc required)
     GEMINI_CUDA_ARCHS  "90" or "80,90": only these targets, for a quick build (default: all of ours)
-    GEMINI_DEBUG       1: -O1 -g and the core's own assertions
+    GEMINI_DEBUG       1: -O1 -g, the core's own assertions, the proof of plans in tests/c/proof
     GEMINI_SANITIZE    address,undefined | thread: instrumented (preload the sanitizer's runtime)
     GEMINI_WERROR      1: a compiler warning ends the build
     CC, CUDA_HOME      the C compiler, the CUDA toolkit
@@ -31,6 +31,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+PROOF = ROOT / "tests" / "c" / "proof"  # called by assertions alone
 OBJECTS = ROOT / "build" / "objects"
 
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wstrict-prototypes"]
@@ -183,7 +184,7 @@ class BuildCore(build_ext):
         elif not is_debug:
             link_flags += ["-Wl,-s"]
 
-        sources = sorted(CSRC.rglob("*.c"))
+        sources = sorted(CSRC.rglob("*.c")) + sorted(PROOF.glob("*.c")) * is_debug
         cuda = Cuda.find()
         if cuda:
             flags += ["-DGM_WITH_CUDA", "-isystem", str(cuda.include)]

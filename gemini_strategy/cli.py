@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "What training a model will take: device and host memory, seconds per step. Allocates nothing.",
     ),
     "profile": (
-        "gemini_strategy.machine.profile",
+        "gemini_strategy.tools.profile",
         "How fast this machine copies and updates, with one rank and with several at once, in a table, JSON or a plot.",
     ),
     "run": (

@@ -494,7 +494,10 @@ class Engine(Uncopied, _C.Handle):
             FileNotFoundError: a file's folder does not exist.
             GeminiError: a recording is under way.
         """
-        return timelines.record(self._runtime, path, svg, steps)
+        draw: timelines.Draw | None = None
+        if svg is not None:
+            from gemini_strategy.tools.svg import export_svg as draw
+        return timelines.record(self._runtime, path, svg, steps, draw)
 
     def close(self, dtype: torch.dtype | None = None, *, with_states: bool | None = None) -> None:
         """Makes model and optimizer ordinary again, with the trained weights, and frees everything. Idempotent.

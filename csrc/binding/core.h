@@ -20,7 +20,6 @@ typedef struct core {
     PyObject_HEAD gm_engine *engine; /* NULL after close() */
     gm_workers *workers;             /* owned when the caller chose a thread count, else NULL */
     outside *outside;
-    gm_device *chaos;   /* the engine's, for its faults; NULL on every other device */
     gm_device *paper;   /* the engine's, if it is one on paper (device/paper.h), for its clock */
     PyObject *comms[2]; /* shards', replicas'; taken (comm.h) until close(), or NULL */
     uint32_t n_params;

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device/chaos/chaos.h"
+#include "device/library.h"
 #include "device/paper.h"
 #include "binding/comm.h"
 #include "binding/plan.h"
@@ -52,19 +52,22 @@ static int parse_name(PyObject *item, void *out)
     return *(const char **)out != NULL;
 }
 
+static const gm_library_calls library_calls = {.fail = gm_fail,
+                                               .last_error = gm_last_error,
+                                               .new_object = gm_new,
+                                               .grow = gm_grow,
+                                               .up_to = gm_up_to,
+                                               .host_new = gm_device_host_new};
+
 static gm_status make_engine(core *self, gm_engine_options *options, int ordinal, bool is_paper,
-                             size_t host_bytes, size_t block_bytes)
+                             size_t host_bytes, size_t block_bytes, gm_library_device_new *library)
 {
     gm_device *device;
-    const char *chaos = getenv("GEMINI_CHAOS");
     if (is_paper) {
         GM_TRY(gm_device_paper_new(block_bytes, ordinal < 0, host_bytes, &device));
         self->paper = device;
-    } else if (ordinal < 0 && chaos && *chaos) {
-        gm_chaos_options how;
-        GM_TRY(gm_chaos_parse(chaos, &how));
-        GM_TRY(gm_device_chaos_new(block_bytes, options->workers, &how, &device));
-        self->chaos = device;
+    } else if (ordinal < 0 && library) {
+        GM_TRY(library(&library_calls, block_bytes, options->workers, &device));
     } else if (ordinal < 0) {
         GM_TRY(gm_device_host_new(block_bytes, options->workers, &device));
     } else {
@@ -124,26 +127,28 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "ordinal",     "params",      "unit_params",    "unit_begin",   "unit_names",
-        "chunk_bytes", "block_bytes", "device_budget",  "host_budget",  "policy",
-        "is_grad_f32", "threads",     "external_bytes", "rates",        "state_share",
-        "slack_bytes", "is_tuned",    "shard_comm",     "replica_comm", "gather_rate",
-        "reduce_rate", "is_paper",    "host_bytes",     "host_limit",   NULL};
+    static char *names[] = {"ordinal",        "params",      "unit_params",  "unit_begin",
+                            "unit_names",     "chunk_bytes", "block_bytes",  "device_budget",
+                            "host_budget",    "policy",      "is_grad_f32",  "threads",
+                            "external_bytes", "rates",       "state_share",  "slack_bytes",
+                            "is_tuned",       "shard_comm",  "replica_comm", "gather_rate",
+                            "reduce_rate",    "is_paper",    "host_bytes",   "host_limit",
+                            "host_device",    NULL};
     PyObject *params, *unit_params, *unit_begin, *unit_names;
     int ordinal, policy, is_grad_f32, is_tuned, is_paper = 0;
     unsigned int threads;
     Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes,
         host_bytes = -1, host_limit = -1;
+    unsigned long long host_device = 0;
     double state_share;
     gm_rates rates = {0};
     PyObject *figures, *shard_comm = Py_None, *replica_comm = Py_None;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOOnnnnipInOdnp|OOddpnn", names, &ordinal, &params, &unit_params,
+            args, kwargs, "iOOOOnnnnipInOdnp|OOddpnnK", names, &ordinal, &params, &unit_params,
             &unit_begin, &unit_names, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
             &policy, &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
             &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce, &is_paper,
-            &host_bytes, &host_limit) ||
+            &host_bytes, &host_limit, &host_device) ||
         gm_py_rates_parse(figures, &rates) < 0) {
         return NULL;
     }
@@ -188,7 +193,8 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         gm_status status;
         GM_NO_GIL(status = make_engine(self, &options, ordinal, is_paper,
                                        host_bytes < 0 ? SIZE_MAX : (size_t)host_bytes,
-                                       (size_t)block_bytes));
+                                       (size_t)block_bytes,
+                                       (gm_library_device_new *)(uintptr_t)host_device));
         is_made = status == GM_OK || gm_py_raise(status);
     }
     free(table);
@@ -205,7 +211,7 @@ static void core_release(core *self)
     if (self->engine) {
         gm_engine *engine = self->engine;
         self->engine = NULL;
-        self->chaos = self->paper = NULL;
+        self->paper = NULL;
         gm_py_stop_answering(self);
         Py_BEGIN_ALLOW_THREADS
         gm_engine_finish_updates(engine);
@@ -314,18 +320,6 @@ static PyObject *core_tell_host_rate(core *self, PyObject *rate)
     }
     gm_engine_tell_host_rate(engine, value);
     Py_RETURN_NONE;
-}
-
-/* chaos_faults() -> (how many, the first one in words); (0, "") on any other device */
-static PyObject *core_chaos_faults(core *self, PyObject *Py_UNUSED(unused))
-{
-    uint32_t n = 0;
-    const char *first = "";
-    if (!gm_py_engine_of(self)) {
-        return NULL;
-    }
-    gm_status status = self->chaos ? gm_device_chaos_faults(self->chaos, &n, &first) : GM_OK;
-    return status == GM_OK ? Py_BuildValue("Is", (unsigned int)n, first) : gm_py_raise(status);
 }
 
 /* plan_info() -> dict, or None while units are served on demand */
@@ -477,7 +471,6 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(timeline_begin, FASTCALL, "(capacity)"),
     GM_CORE_METHOD(timeline_end, NOARGS, "() -> list of dicts"),
     GM_CORE_METHOD(tell_host_rate, O, "(rate)"),
-    GM_CORE_METHOD(chaos_faults, NOARGS, "() -> (n, first)"),
     GM_CORE_METHOD(salvage, NOARGS, "() -> the error that has closed the engine, or None"),
     GM_CORE_METHOD(check, FASTCALL, "(): raises if an invariant is broken"),
     GM_CORE_METHOD(close, NOARGS, "(): idempotent"),

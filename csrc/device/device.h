@@ -2,8 +2,8 @@
  * memory, streams, events, copies, and the arithmetic of arith.h on device memory.
  *
  * Implementations: gm_device_host_new (memfd + mmap aliasing, streams run at once), gm_device_cuda_new
- * (driver API), and gm_device_chaos_new (device/chaos/chaos.h: a host device that runs late, in a random order, and
- * checks).  A device knows no chunk, no plan and no reason why.
+ * (driver API), gm_device_paper_new (paper.h) and what another library makes (library.h).  A device knows no chunk, no
+ * plan and no reason why.
  *
  * Threads: any thread may call, one at a time (the engine holds its lock).
  * Ordering: work on one stream runs in issue order; across streams only events order it.
@@ -21,7 +21,7 @@ typedef uint64_t gm_block;  /* physical memory handle, opaque, 0 = none */
 #define GM_STREAM_HOST UINT64_MAX /* for note_access: not a stream, the host itself */
 
 typedef struct gm_device_ops {
-    const char *name; /* "host" or "cuda" */
+    const char *name; /* "host", "cuda", "paper" */
 
     void (*free)(gm_device *dev); /* NULL is fine; blocks, ranges, streams must be gone before */
 

@@ -1,8 +1,8 @@
 /* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the diagram and
  * chunk_impl.h for the fences.  Blocks and mapping are in block.c and place.c.
  *
- * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks are made 3, and the
- * chaos device 4)
+ * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks are made 3, and a
+ * device that checks accesses 4: note_access in device.h)
  *   1. A block is free or owned by exactly one resident piece.
  *   2. A piece is resident (CLEAN, DIRTY) exactly when it owns as many blocks as its bytes need.
  *   3. n_blocks * block_bytes <= limit, except for what pins hold after the limit was lowered.

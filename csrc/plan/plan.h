@@ -191,5 +191,5 @@ gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_
 
 /* Replays the plan for some steps in a model of blocks and events, with each trace once as the first of a step: no
  * block shows two live pieces, every unit finds its chunks, no dirty bytes are lost, device_bytes holds.  GM_ERR_STATE
- * names the first violation. */
+ * names the first violation.  In asserted builds alone: tests/c/proof/check.c. */
 gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input);

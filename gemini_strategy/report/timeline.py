@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.report import tables
-from gemini_strategy.report.svg import export_svg
 
 Entry = Mapping[str, Any]
+Draw = Callable[[Sequence[Entry], Mapping[str, Any], Path], None]  # export_svg of tools/svg.py
 
 _STREAMS = {
     "compute": "compute: ticks",
@@ -39,11 +39,17 @@ class Recording:
     """A timeline that is being recorded; see Engine.timeline."""
 
     def __init__(
-        self, engine: Any, path: str | Path, svg: str | Path | None, steps: int | None
+        self,
+        engine: Any,
+        path: str | Path,
+        svg: str | Path | None,
+        steps: int | None,
+        draw: Draw | None,
     ) -> None:
         self._engine = engine
         self._path = Path(path)
         self._svg = None if svg is None else Path(svg)
+        self._draw = draw
         self._left = steps
         self._is_done = False
         wanted = _ENTRIES_PER_CHUNK * (steps or 1) * (engine.core.stats()["chunks"] + 64)
@@ -64,8 +70,8 @@ class Recording:
         self._engine.recording = None
         entries = self._engine.core.timeline_end()
         export_chrome(entries, self._path)
-        if self._svg is not None:
-            export_svg(entries, layout_of(self._engine), self._svg)
+        if self._svg is not None and self._draw is not None:
+            self._draw(entries, layout_of(self._engine), self._svg)
 
     def __enter__(self) -> Recording:
         self._left = None  # the block says how long
@@ -80,9 +86,13 @@ class Recording:
 
 
 def record(
-    engine: Any, path: str | Path, svg: str | Path | None = None, steps: int = 1
+    engine: Any,
+    path: str | Path,
+    svg: str | Path | None = None,
+    steps: int = 1,
+    draw: Draw | None = None,
 ) -> Recording:
-    """Engine.timeline of an engine's Runtime."""
+    """Engine.timeline of an engine's Runtime; `draw` writes the picture."""
     if not (isinstance(steps, int) and steps >= 1):
         raise ValueError(f"steps={steps!r} must be an int of at least 1")
     if engine.recording is not None:
@@ -94,12 +104,12 @@ def record(
             raise FileNotFoundError(f"timeline: the folder of {file} does not exist: make it first")
         if file is not None and Path(file).is_dir():
             raise IsADirectoryError(f"timeline: {file} is a folder: give a file's name")
-    engine.recording = Recording(engine, path, svg, steps)
+    engine.recording = Recording(engine, path, svg, steps, draw)
     return engine.recording
 
 
 def layout_of(engine: Any) -> dict[str, Any]:
-    """What the picture says beside the entries; keys as export_svg takes them."""
+    """What the picture says beside the entries; keys as tools/svg.py takes them."""
     about = tables.about(engine)
     stats = engine.core.stats()
     plan = tables.plan_of(engine)

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "device/chaos/chaos.h"
+#include "chaos/chaos.h"
 
 enum { MOST_RANKS = 5 };
 

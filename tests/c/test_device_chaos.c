@@ -4,7 +4,7 @@
  * The pipeline is a small training pass: weights, states and gradients of N_CHUNKS chunks share few slots.  Even
  * chunks are updated at home by a host call, odd ones on the device, the last is frozen. */
 #define _GNU_SOURCE
-#include "device/chaos/chaos.h"
+#include "chaos/chaos.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -454,7 +454,8 @@ static void check_seeded_faults_are_caught(const homes *reference)
     for (int fault = GM_CHAOS_NONE + 1; fault < GM_CHAOS_N_FAULTS; fault++) {
         for (size_t i = 0; i < sizeof periods / sizeof periods[0]; i++) {
             for (uint64_t seed = 0; seed < 20; seed++) {
-                gm_chaos_options options = {seed, (gm_chaos_fault)fault, periods[i]};
+                gm_chaos_options options = {
+                    .seed = seed, .fault = (gm_chaos_fault)fault, .fault_period = periods[i]};
                 outcome out = run_pipeline(&options, N_SITES, reference);
                 if (out.stats.n_faults_applied == 0 || (out.n_faults == 0 && out.is_right)) {
                     fprintf(stderr, "%s:%u, seed %llu: applied %llu times, not caught\n",

@@ -8,7 +8,7 @@
 
 #include "arith/format.h"
 #include "check.h"
-#include "device/chaos/chaos.h"
+#include "chaos/chaos.h"
 #include "engine/engine.h"
 
 enum {

@@ -1,6 +1,6 @@
 /* test_order.c - the map of accesses finds exactly the unordered pairs that a history of every access to every
  * byte finds, and stays small. */
-#include "device/chaos/order.h"
+#include "chaos/order.h"
 
 #include <string.h>
 

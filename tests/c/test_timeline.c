@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "device/chaos/chaos.h"
+#include "chaos/chaos.h"
 
 enum { N_EVENTS = 64, N_STREAMS = 4 };
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers import chaos
 from helpers.reference import Managed, Plain, bits, plain, state_bytes
 from helpers.scenario import Played, RandomNet, Scenario, act, budgeted, case_of, scenario
 
@@ -91,7 +92,7 @@ def play_sharded(s: Scenario, rank: int, size: int, **how: Any) -> tuple[Played,
             act(run, s.between[step], s, step, seen)
         run.engine._runtime.core.check()
         played = Played(run.outcome(), [bits(t).clone() for t in seen])
-        return played, run.engine.stats(), run.engine._runtime.core.chaos_faults()
+        return played, run.engine.stats(), chaos.faults()
 
 
 def _joined(parts: list[Tensor], before: Tensor | None) -> Tensor:

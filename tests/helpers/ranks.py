@@ -1,8 +1,8 @@
 """Several processes of one gloo group, for tests: of their own, bounded in time, none left behind.
 
 They are forked from one process, which starts with the first call and has imported what the tests have, as importing
-torch takes a rank longer than most tests. It has trained one small model, see helpers/warm.py. Environment, folder and
-paths of a rank are those of the caller.
+torch takes a rank longer than most tests. It has trained one small model, see helpers/warm.py. Environment, folder,
+paths and chaos device of a rank are those of the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from helpers import forked
+from helpers import chaos, forked
 from helpers.forked import Ended
 from helpers.forked import values as values
 
@@ -44,9 +44,11 @@ def _rank_main(
     folder: str,
     args: tuple[Any, ...],
     environment: dict[str, str],
+    device: str | None,
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    chaos.use(device)
     forked.let_finish()
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), size)
@@ -93,9 +95,11 @@ def run_ranks(
 ) -> list[Ended]:
     """body(rank, size, *args) on `size` processes; a rank that runs longer than `timeout` seconds is killed."""
     context = fork_context()
-    environment = dict(os.environ)
+    environment, device = dict(os.environ), chaos.in_use()
     processes = [
-        context.Process(target=_rank_main, args=(body, rank, size, str(folder), args, environment))
+        context.Process(
+            target=_rank_main, args=(body, rank, size, str(folder), args, environment, device)
+        )
         for rank in range(size)
     ]
     end = time.monotonic() + timeout

@@ -11,10 +11,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
+TESTS_C = ROOT / "tests" / "c"
+EQUIPMENT = ("chaos", "proof")  # folders there that no wheel has
 PACKAGE = ROOT / "gemini_strategy"
 CUDA_DRIVER = CSRC / "device" / "cuda" / "driver.h"
 
-C_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h", ".cu", ".cuh"))
+C_FILES = sorted(
+    path
+    for folder in (CSRC, *(TESTS_C / name for name in EQUIPMENT))
+    for path in folder.rglob("*")
+    if path.suffix in (".c", ".h", ".cu", ".cuh")
+)
+CORES_NAMES = TESTS_C / "chaos" / "library.c"  # defines functions of the core, which call the core
 PY_FILES = sorted(
     path
     for folder in ("gemini_strategy", "tests", "examples", "benchmarks")
@@ -33,6 +41,9 @@ BELOW = {
     "engine": ("base", "arith", "plan", "device", "comm", "memory"),
     "torch": ("base", "arith", "plan", "device", "comm", "memory", "engine"),
     "binding": ("base", "arith", "plan", "device", "comm", "memory", "engine", "torch"),
+    # In tests/c: nothing of csrc may include them.
+    "chaos": ("base", "arith", "device"),
+    "proof": ("base", "plan"),
 }
 
 LENGTHS = {".h": 150, ".cuh": 150, ".c": 700, ".cu": 400, ".py": 700}
@@ -44,7 +55,7 @@ def name(path: Path) -> str:
 
 
 def folder(path: Path) -> str:
-    return path.relative_to(CSRC).parts[0]
+    return path.relative_to(CSRC if CSRC in path.parents else TESTS_C).parts[0]
 
 
 def code(path: Path) -> str:
@@ -62,7 +73,8 @@ def includes(path: Path) -> tuple[list[Path], list[str]]:
     text = path.read_text()
     ours = re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE)
     system = re.findall(r"^\s*#include <([^>]+)>", text, re.MULTILINE)
-    return [CSRC / header for header in ours], system
+    homes = [TESTS_C if header.split("/")[0] in EQUIPMENT else CSRC for header in ours]
+    return [home / header for home, header in zip(homes, ours, strict=True)], system
 
 
 def test_every_folder_has_its_place() -> None:
@@ -76,7 +88,7 @@ def test_every_folder_has_its_place() -> None:
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_includes_point_down(path: Path) -> None:
     for header in includes(path)[0]:
-        assert header.is_file(), f"{name(path)}: {header} (paths begin at csrc)"
+        assert header.is_file(), f"{name(path)}: {header} (paths begin at csrc or tests/c)"
         mine, other = folder(path), folder(header)
         assert other in (mine, *BELOW[mine]), f"{name(path)} includes {name(header)}"
 
@@ -111,7 +123,8 @@ def definitions(text: str) -> set[str]:
 
 def test_calls_have_no_circles() -> None:
     """A file that uses what another one defines is above it: reading can begin at the bottom."""
-    texts = {path: code(path) for path in C_FILES if path.suffix == ".c"}
+    files = [path for path in C_FILES if path.suffix == ".c" and path != CORES_NAMES]
+    texts = {path: code(path) for path in files}
     defined = {path: definitions(text) for path, text in texts.items()}
     assert all(defined[path] for path in texts if path.name != "module.c")
     homes = {symbol: path for path, symbols in defined.items() for symbol in symbols}
@@ -175,6 +188,20 @@ def test_shared_object_exports_only_what_others_call() -> None:
     assert exported == {"PyInit__C", *by_name}
 
 
+def test_what_serves_tests_alone_is_not_shipped() -> None:
+    """Neither the chaos device nor a word of it; the proof of plans is in an asserted build, and in no other."""
+    shipped = [path for path in C_FILES if CSRC in path.parents] + sorted(PACKAGE.rglob("*.py*"))
+    for path in shipped:
+        if path.suffix != ".pyc":
+            assert "chaos" not in path.read_text().lower(), name(path)
+    built = next(PACKAGE.glob("_C*.so")).read_bytes()
+    assert b"chaos" not in built.lower()
+    of_proof = b"weights of chunk %u are copied over while in use"
+    assert of_proof.decode() in (TESTS_C / "proof" / "check.c").read_text()
+    has_assertions = "import torch, gemini_strategy._C as c; print(c.BUILT_WITH_ASSERTIONS)"
+    assert (of_proof in built) == bool(int(run_python(has_assertions)))
+
+
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_library_never_ends_the_process(path: Path) -> None:
     ends = re.findall(r"\b(?:_?exit|_Exit|quick_exit|abort|longjmp)\s*\([^\n]*", code(path))
@@ -202,7 +229,8 @@ def test_file_says_what_it_is_and_stays_short(path: Path) -> None:
     else:
         assert text.startswith(f"/* {path.name} - "), f"{name(path)}: no purpose comment"
     length = text.count("\n")
-    limit = TEST_LENGTH if "tests" in path.parts else LENGTHS[path.suffix]
+    is_test = "tests" in path.parts and path not in C_FILES
+    limit = TEST_LENGTH if is_test else LENGTHS[path.suffix]
     # Whoever needs more room gives the reason, in a sentence that has these words, at the top.
     has_reason = "length budget" in " ".join(text[:4000].split())
     assert length <= limit or has_reason, f"{name(path)}: {length} lines"
@@ -295,6 +323,8 @@ slow = "_dynamo", "_inductor", "distributed.checkpoint", "distributed.fsdp", "di
 heavy = {name for name in added if name.startswith(tuple(f"torch.{part}" for part in slow))}
 assert not heavy, heavy
 assert threading.active_count() == 1
+assert "gemini_strategy.engine" in sys.modules
+assert not any(name.startswith("gemini_strategy.tools") for name in sys.modules)
 """
     run_python(program)
 

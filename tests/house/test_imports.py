@@ -19,6 +19,7 @@ LAYERS = [
     ["precision"],
     ["memory", "report", "ranks", "parameters", "step_in_backward"],
     ["machine", "optim", "weights"],
+    ["tools"],
     ["settings", "state", "close", "checkpoint"],
     ["agreement"],
     ["runtime"],
@@ -95,6 +96,13 @@ def test_imports_point_down(module: str) -> None:
     for other in IMPORTS[module]:
         is_family = home(other) == home(module)
         assert is_family or level[home(other)] < level[home(module)], f"{module} imports {other}"
+
+
+def test_tools_are_imported_by_the_command_and_for_a_picture_alone() -> None:
+    """The command names its modules in a table; test_import_is_light has that none comes with the package."""
+    users = {module for module, others in IMPORTS.items() if "tools" in map(home, others)}
+    assert {module for module in users if home(module) != "tools"} == {"engine"}
+    assert "gemini_strategy.tools.profile" in FILES["cli"].read_text()
 
 
 def test_no_imports_in_a_circle() -> None:

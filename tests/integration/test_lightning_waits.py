@@ -126,7 +126,6 @@ def test_syncing_logs_callbacks_and_workers_add_no_wait(
 ) -> None:
     """Steps with them have no wait on the host, as those without, and ask the engine for no more."""
     monkeypatch.setenv("GEMINI_RATES", "h2d=10e9,d2h=10e9")
-    monkeypatch.delenv("GEMINI_CHAOS", raising=False)
     folders = [tmp_path / "quiet", tmp_path / "loud"]
     for folder in folders:
         folder.mkdir()

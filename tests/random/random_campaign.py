@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from helpers import chaos
 from helpers.forked import Forks
 from random_programs import Program, generate, play_source
+
+chaos.load()  # once for all programs that are forked from here
 
 __all__ = ["Verdict", "play_program", "shrink", "try_program"]
 

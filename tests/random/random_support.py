@@ -1,6 +1,7 @@
 """What a random program is written in: the same few verbs managed and unmanaged, parts of models, and comparing bits.
 
-A script that reproduces a failure begins with the whole text of this file, so it needs nothing but the package.
+A script that reproduces a failure begins with the whole text of this file, so it needs nothing but the package, and on
+the chaos device the folder `tests` on its path.
 """
 
 from __future__ import annotations
@@ -440,6 +441,12 @@ def run_unmanaged(net: Callable[[], nn.Module], play: Callable[[Any], None], how
     return run.finish()
 
 
+def _chaos() -> Any:
+    from helpers import chaos
+
+    return chaos
+
+
 def run_managed(net: Callable[[], nn.Module], play: Callable[[Any], None], how: dict) -> dict:
     """What the managed run leaves; the budget grows until it is accepted, and further if `may_grow`."""
     share = how["share"]
@@ -464,11 +471,7 @@ def run_managed(net: Callable[[], nn.Module], play: Callable[[Any], None], how: 
         try:
             play(run)
             left = run.finish()
-            faults = (
-                run.engine._runtime.core.chaos_faults()
-                if os.environ.get("GEMINI_CHAOS")
-                else (0, "")
-            )
+            faults = (0, "") if how["chaos"] is None else _chaos().faults()
             if faults[0]:
                 raise Differs(f"the device found {faults[0]} unordered accesses: {faults[1]}")
         except gs.GeminiMemoryError:
@@ -487,7 +490,7 @@ def both(net: Callable[[], nn.Module], play: Callable[[Any], None], how: dict) -
     """Raises Differs where the two runs differ."""
     want = run_unmanaged(net, play, how)
     if how["chaos"] is not None:
-        os.environ["GEMINI_CHAOS"] = str(how["chaos"])
+        _chaos().use(how["chaos"])
     os.environ["GEMINI_RATES"] = how["rates"]
     got = run_managed(net, play, how)
     for part in ("seen", "weights", "masters", "moments"):

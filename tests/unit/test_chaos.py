@@ -14,6 +14,7 @@ import itertools
 import pytest
 
 import gemini_strategy as gs
+from helpers import chaos
 from helpers.reference import Outcome, Recipe, assert_same_outcome, drive, train_plain
 from helpers.scenario import RATES, budgeted
 from helpers.zoo import mlp_case
@@ -56,7 +57,7 @@ def _train(precision: str, share: float, says_step: bool, chunk_size: int = 4096
         plan = engine._runtime.core.plan_info()
         outcome = run.outcome()
         engine._runtime.core.check()
-        faults = engine._runtime.core.chaos_faults()
+        faults = chaos.faults()
         return {"outcome": outcome, "plan": plan, "faults": faults, "stats": engine.stats()}
     finally:
         engine.close()
@@ -70,7 +71,7 @@ def test_every_class_under_both_schedules(monkeypatch: pytest.MonkeyPatch) -> No
     for seed, ((i, rates), says_step, (k, share)) in enumerate(cases, 1):
         precision = ("bf16-true", "32-true")[(i + says_step + k) % 2]
         monkeypatch.setenv("GEMINI_RATES", rates)
-        monkeypatch.setenv("GEMINI_CHAOS", str(seed))
+        chaos.late(monkeypatch, seed)
         got = _train(precision, share, says_step)
         where = f"{precision}, {rates}, step={says_step}, share {share}"
         assert got["faults"] == (0, ""), where
@@ -91,7 +92,7 @@ def test_every_class_under_both_schedules(monkeypatch: pytest.MonkeyPatch) -> No
 def test_states_in_slices(says_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk whose states are larger than a slot of the stage passes in several slices."""
     monkeypatch.setenv("GEMINI_RATES", RATES["slow host"])
-    monkeypatch.setenv("GEMINI_CHAOS", "11")
+    chaos.late(monkeypatch, 11)
     recipe = Recipe(precision="bf16-true", steps=STEPS)
     run = budgeted(CASE, recipe, 0.5, chunk_size=4096)
     engine = run.engine
@@ -110,7 +111,7 @@ def test_states_in_slices(says_step: bool, monkeypatch: pytest.MonkeyPatch) -> N
                 per_chunk[e["chunk"]] = per_chunk.get(e["chunk"], 0) + 1
         assert max(per_chunk.values(), default=0) >= 2, per_chunk
         assert_same_outcome(run.outcome(), _reference("bf16-true"))
-        assert engine._runtime.core.chaos_faults() == (0, "")
+        assert chaos.faults() == (0, "")
     finally:
         engine.close()
 
@@ -147,7 +148,7 @@ def test_every_fault_is_caught(fault: str, period: int, monkeypatch: pytest.Monk
     n_caught = 0
     for (rates, share), (seed, says_step) in runs:
         monkeypatch.setenv("GEMINI_RATES", RATES[rates])
-        monkeypatch.setenv("GEMINI_CHAOS", f"{seed}:{fault}:{period}")
+        chaos.late(monkeypatch, f"{seed}:{fault}:{period}")
         n_caught += _is_caught("bf16-true", share, says_step)
         if n_caught == enough:  # whatever comes of the others
             return

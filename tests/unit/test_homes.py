@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gemini_strategy as gs
+from helpers import chaos
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -39,7 +40,7 @@ ROOMY: dict[str, Any] = {"chunk_size": CHUNK, "device_budget": BUDGET}
 
 @pytest.fixture(autouse=True)
 def _chaos(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GEMINI_CHAOS", "5")
+    chaos.late(monkeypatch, 5)
     monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
     yield
 
@@ -65,7 +66,7 @@ def finish(run: Managed, want: Plain) -> None:
     try:
         assert_same_outcome(run.outcome(), want.outcome())
         run.engine._runtime.core.check()
-        assert run.engine._runtime.core.chaos_faults() == (0, "")
+        assert chaos.faults() == (0, "")
     finally:
         run.engine.close()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
+from helpers import chaos
 from helpers.reference import (
     Managed,
     Plain,
@@ -46,7 +47,7 @@ EITHER = {"side_effect_output"}
 
 @pytest.fixture(autouse=True)
 def _chaos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_CHAOS", "9")
+    chaos.late(monkeypatch, 9)
     monkeypatch.setenv("GEMINI_RATES", RATES["slow copies"])
 
 
@@ -65,7 +66,7 @@ def _finish(run: Managed, want: Plain) -> None:
     try:
         assert_same_outcome(run.outcome(), want.outcome())
         run.engine._runtime.core.check()
-        assert run.engine._runtime.core.chaos_faults() == (0, "")
+        assert chaos.faults() == (0, "")
     finally:
         run.engine.close()
 
@@ -97,7 +98,7 @@ def test_zoo(case: Case) -> None:
             try:
                 drive(run, case, recipe.steps)
                 assert_same_outcome(run.outcome(), after)
-                assert run.engine._runtime.core.chaos_faults() == (0, "")
+                assert chaos.faults() == (0, "")
                 if share == 2.0:
                     assert run.engine.stats()["planned"]
                     is_right = (immediate(run) > 0) == (case.name not in DEFERRED)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gemini_strategy as gs
+from helpers import chaos
 from helpers.reference import (
     Managed,
     Plain,
@@ -41,7 +42,7 @@ RECIPE = Recipe(precision="bf16-true", steps=6)
 
 @pytest.fixture(autouse=True)
 def _chaos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_CHAOS", "5")
+    chaos.late(monkeypatch, 5)
 
 
 def _rates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -54,7 +55,7 @@ def _finish(run: Managed, want: Plain) -> dict[str, Any]:
     try:
         assert_same_outcome(run.outcome(), want.outcome())
         engine._runtime.core.check()
-        assert engine._runtime.core.chaos_faults() == (0, "")
+        assert chaos.faults() == (0, "")
         return engine.stats()
     finally:
         engine.close()
@@ -755,7 +756,7 @@ class Sleeper(nn.Module):
 @pytest.mark.parametrize("n_shapes", [1, 2, 4])
 def test_compute_is_timed_under_a_plan(n_shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass of a step, however many differ, and not as fast as it was on demand."""
-    monkeypatch.delenv("GEMINI_CHAOS")
+    chaos.late(monkeypatch, None)
     _rates(monkeypatch, "as measured")
     model = Sleeper(5)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import gemini_strategy as gs
 from gemini_strategy import _C, cli
 from gemini_strategy.estimates.machines import machine_of
-from gemini_strategy.machine import profile as profiles
 from gemini_strategy.machine import rates
+from gemini_strategy.tools import profile as profiles
 from helpers.ranks import fork_context
 
 BESIDE = {"h2d_beside", "d2h_beside", "host_adam_beside"}
@@ -159,7 +159,7 @@ def measure_when_all_do(
     environment: dict[str, str], rank: int, size: int, has_gpu: bool, folder: str
 ) -> None:
     """In a rank's process: its measurement begins only when all others' have."""
-    from gemini_strategy.machine import profile
+    from gemini_strategy.tools import profile
 
     os.environ.clear()
     os.environ.update(environment)  # of who asked, not of who forks

@@ -19,6 +19,7 @@ import gemini_strategy as gs
 from gemini_strategy.checkpoint import background, manifest
 from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint.records import RecordFile
+from helpers import chaos
 from helpers.forked import Forks
 from helpers.pairs import pairs
 from helpers.reference import Recipe, assert_same_outcome, drive, train_plain
@@ -70,7 +71,7 @@ def test_the_bits_are_those_of_the_call(
 ) -> None:
     """Some pieces are written before the next step, some after each: on a device that runs late and out of order."""
     monkeypatch.setenv("GEMINI_RATES", rates)
-    monkeypatch.setenv("GEMINI_CHAOS", "7")
+    chaos.late(monkeypatch, 7)
     recipe = Recipe(precision=precision, steps=6)
     for name in ("front", "back"):  # of two engines: saving issues what waits
         run = budgeted(CASE, recipe, chunk_size=4096, **HOWS[how])
@@ -92,7 +93,7 @@ def test_the_bits_are_those_of_the_call(
     assert saving.wait() == tmp_path / "back"
     assert saving.copied_bytes > 0
     assert contents(tmp_path / "back") == contents(tmp_path / "front")
-    assert engine._runtime.core.chaos_faults() == (0, "")
+    assert chaos.faults() == (0, "")
     engine._runtime.core.check()
     assert_same_outcome(run.outcome(), train_plain(CASE, recipe)[1])
     engine.close()

@@ -16,6 +16,7 @@ from torch import nn
 
 from gemini_strategy.checkpoint import parts
 from gemini_strategy.checkpoint.background import Saving
+from helpers import chaos
 from helpers.reference import (
     Managed,
     Outcome,
@@ -42,7 +43,7 @@ HOWS = {
     "device": (f"{_SLOW},host_adam=1e2,host_adam_beside=1e2", 0.3),
     "both": ("h2d=1e4,d2h=1e4,host_adam=1e2,host_adam_beside=1e2", 0.7),  # some weights stay there
 }
-DEVICES = ("", "9")  # in order, and late
+DEVICES = (None, 9)  # in order, and late
 FIRST = 4  # steps before
 
 
@@ -171,7 +172,7 @@ def _finish(run: Managed, want: Plain) -> None:
     try:
         assert_same_outcome(run.outcome(), want.outcome())
         run.engine._runtime.core.check()
-        assert run.engine._runtime.core.chaos_faults() == (0, "")
+        assert chaos.faults() == (0, "")
     finally:
         run.engine.close()
 
@@ -187,7 +188,7 @@ def test_a_slow_writer(
 ) -> None:
     """Some pieces are written at once, some after the next step, most after two steps more, of which one fires."""
     for seed in DEVICES:
-        monkeypatch.setenv("GEMINI_CHAOS", seed)
+        chaos.late(monkeypatch, seed)
         want, run = _reference(), _planned(how, monkeypatch)
         outcomes: list[Outcome] = []
         savings: list[Saving] = []
@@ -220,7 +221,7 @@ def test_in_the_foreground(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for seed in DEVICES:
-        monkeypatch.setenv("GEMINI_CHAOS", seed)
+        chaos.late(monkeypatch, seed)
         want, run = _reference(), _planned(how, monkeypatch)
         outcomes: list[Outcome] = []
         folder = tmp_path / f"saved{seed}"
@@ -243,7 +244,7 @@ def test_one_after_the_other(
 ) -> None:
     """Each has the bits of its own step, and takes the spares that the one before has given back."""
     for seed in DEVICES:
-        monkeypatch.setenv("GEMINI_CHAOS", seed)
+        chaos.late(monkeypatch, seed)
         want, run = _reference(), _planned(how, monkeypatch)
         for time, clip in enumerate((QUIET, FIRES, QUIET)):
             gate.close()
@@ -298,7 +299,7 @@ def test_a_plan_that_wants_the_spares_of_others(
     homes = int(first.engine.stats()["host_bytes"])
     first.engine.close()
     for seed in DEVICES:
-        monkeypatch.setenv("GEMINI_CHAOS", seed)
+        chaos.late(monkeypatch, seed)
         want = plain(TURNED.build, RECIPE)
         run = budgeted(TURNED, RECIPE, 0.3, chunk_size=4608, host_budget=homes + 120_000)
         engine, both = run.engine, (want, run)

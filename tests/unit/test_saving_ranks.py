@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import chaos
 from helpers.ranks import run_ranks, values
 from helpers.reference import Plain, Recipe, assert_same_outcome, drive, managed, plain
 from helpers.scenario import budgeted
@@ -63,7 +64,7 @@ def _play(run: Plain, save: Callable[[str], None]) -> None:
 def _job(rank: int, size: int, folder: str, is_background: bool) -> None:
     os.environ["GEMINI_RATES"] = RATES
     for seed in SEEDS:
-        os.environ["GEMINI_CHAOS"] = str(17 * seed + rank)
+        chaos.use(17 * seed + rank)
         run = budgeted(CASE, RECIPE, 0.3, chunk_size=4096, timeout=60.0)
         engine = run.engine
 
@@ -74,7 +75,7 @@ def _job(rank: int, size: int, folder: str, is_background: bool) -> None:
 
         _play(run, save)
         core = engine._runtime.core
-        assert core.plan_info()["n_speculated"] > 0 and core.chaos_faults() == (0, "")
+        assert core.plan_info()["n_speculated"] > 0 and chaos.faults() == (0, "")
         engine.close()
 
 

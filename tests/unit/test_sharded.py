@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini_strategy as gs
+from helpers import chaos
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -107,7 +108,7 @@ def check_chaos(rank: int, size: int, seeds: list[int]) -> None:
     recipe = Recipe("bf16-true", steps=5, clip=1.0, accumulate=2)
     want = reference(ExactCase(), recipe)
     for seed in seeds:
-        os.environ["GEMINI_CHAOS"] = str(10 * seed + rank)
+        chaos.use(10 * seed + rank)
         run = sharded(rank, Exact, recipe, is_tight=seed % 2 == 0)
         drive(run, ExactCase(rank, size), recipe.steps)
         for slot in run.engine._runtime.slots[:3]:  # other means than collectives, between them

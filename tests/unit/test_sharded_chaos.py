@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from helpers import chaos
 from helpers.rank_scenario import play_ranks_plain, play_sharded, sharded_scenario
 from helpers.ranks import run_ranks, values
 from helpers.scenario import Played, assert_same_played
@@ -28,7 +29,7 @@ def _play(rank: int, size: int, seeds: list[int], is_late: bool) -> list[Any]:
         s = sharded_scenario(seed)
         os.environ["GEMINI_RATES"] = s.rates
         os.environ["GEMINI_TUNE"] = str(seed % 2)
-        os.environ["GEMINI_CHAOS"] = str(17 * seed + rank) if is_late else ""
+        chaos.use(17 * seed + rank if is_late else None)
         try:
             played.append(play_sharded(s, rank, size))
         except Exception as error:

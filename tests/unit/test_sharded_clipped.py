@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import gemini_strategy as gs
+from helpers import chaos
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -50,7 +51,7 @@ PATIENT = 90.0
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_CHAOS", "9")
+    chaos.late(monkeypatch, 9)
     monkeypatch.setenv("GEMINI_RATES", MACHINES["host"])
 
 
@@ -73,7 +74,7 @@ def both(recipe: Recipe = RECIPE, **how: Any) -> Iterator[tuple[Plain, Managed]]
     run = budgeted(CASE, recipe, 0.3, chunk_size=4096, timeout=PATIENT, **how)
     yield want, run
     got, wanted = run.outcome(), want.outcome()
-    faults = run.engine._runtime.core.chaos_faults()
+    faults = chaos.faults()
     run.engine._runtime.core.check()
     run.engine.close()
     assert_same_outcome(got, wanted)
@@ -84,7 +85,7 @@ def count(rank: int, size: int, rates: str, seeds: list[int | None]) -> list[tup
     os.environ["GEMINI_RATES"] = rates
     found = []
     for seed in seeds:
-        os.environ["GEMINI_CHAOS"] = "" if seed is None else str(10 * seed + rank)
+        chaos.use(None if seed is None else 10 * seed + rank)
         with both() as runs:
             n = steps(runs, [QUIET] * 12, 0)  # windows in which steps are timed end with waits
             before = waits(runs[1])

@@ -20,6 +20,7 @@ from torch import nn
 
 import gemini_strategy as gs
 from gemini_strategy.machine.host import Share
+from helpers import chaos
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -51,7 +52,7 @@ RECIPE = Recipe(precision="bf16-true", clip=QUIET)
 
 @pytest.fixture(autouse=True)
 def _chaos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_CHAOS", "9")
+    chaos.late(monkeypatch, 9)
     monkeypatch.setenv("GEMINI_RATES", MACHINES["host"])
 
 
@@ -90,7 +91,7 @@ def _finish(run: Managed, want: Plain) -> None:
     try:
         assert_same_outcome(run.outcome(), want.outcome())
         run.engine._runtime.core.check()
-        assert run.engine._runtime.core.chaos_faults() == (0, "")
+        assert chaos.faults() == (0, "")
     finally:
         run.engine.close()
 
@@ -137,7 +138,7 @@ def test_clips_that_fire_and_do_not(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_late_streams(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_CHAOS", str(31 + seed))
+    chaos.late(monkeypatch, 31 + seed)
     monkeypatch.setenv("GEMINI_RATES", list(MACHINES.values())[seed % 3])
     want, run = (plain(CASE.build, RECIPE), budgeted(CASE, RECIPE, 0.3, chunk_size=4096))
     _steps((want, run), [QUIET, QUIET, QUIET, FIRES, QUIET, QUIET, FIRES, QUIET, QUIET], 0)
@@ -277,15 +278,15 @@ def _waits(run: Managed) -> int:
     return int(run.engine._runtime.core.stats()["host_waits"])
 
 
-@pytest.mark.parametrize("chaos", [None, *range(4)])
+@pytest.mark.parametrize("seed", [None, *range(4)])
 @pytest.mark.parametrize("rates", list(MACHINES))
 def test_no_wait_in_a_step_that_clips(
-    rates: str, chaos: int | None, monkeypatch: pytest.MonkeyPatch
+    rates: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned steps, whether the clip fires or not: forward, backward, norm, step."""
-    monkeypatch.delenv("GEMINI_CHAOS")
-    if chaos is not None:
-        monkeypatch.setenv("GEMINI_CHAOS", str(50 + chaos))
+    chaos.late(monkeypatch, None)
+    if seed is not None:
+        chaos.late(monkeypatch, 50 + seed)
     monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
     want, run = (plain(CASE.build, RECIPE), budgeted(CASE, RECIPE, 0.3, chunk_size=4096))
     n = _steps((want, run), [QUIET] * 12, 0)  # windows in which steps are timed end with waits
@@ -294,7 +295,7 @@ def test_no_wait_in_a_step_that_clips(
     assert _waits(run) == before
     assert counts(run).taken > speculated.taken and counts(run).redone > speculated.redone
     run.engine._runtime.core.check()
-    assert chaos is None or run.engine._runtime.core.chaos_faults() == (0, "")
+    assert chaos.faults() == (0, "")
     assert_same_outcome(run.outcome(), want.outcome())
     run.engine.close()
 
@@ -801,7 +802,7 @@ def test_two_ranks_save_beside_it(
     is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_late:
-        monkeypatch.delenv("GEMINI_CHAOS")
+        chaos.late(monkeypatch, None)
     for spares, copied in values(run_ranks(2, tmp_path, _save_beside, str(tmp_path))):
         assert spares > 0 and copied == 0
     assert contents(tmp_path / "back") == contents(tmp_path / "front")

@@ -21,6 +21,7 @@ from gemini_strategy.estimates.machines import Machine
 from gemini_strategy.estimates.paper import PROCESS_BYTES
 from gemini_strategy.machine.rates import REFERENCE
 from gemini_strategy.sizes import host_limit
+from helpers import chaos
 from helpers.profiled import small_llama
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
@@ -47,7 +48,7 @@ QUIET = 1e3  # a limit of the norm that never fires
 
 @pytest.fixture(autouse=True)
 def _chaos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_CHAOS", "5")
+    chaos.late(monkeypatch, 5)
     monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
 
 
@@ -90,7 +91,7 @@ def check(run: Managed, here: set[int]) -> None:
     assert stats["host_bytes"] <= run.engine._runtime.settings.host_budget
     assert stats["device_peak_bytes"] <= stats["device_budget_bytes"]
     core.check()
-    assert core.chaos_faults() == (0, "")
+    assert chaos.faults() == (0, "")
 
 
 def finish(run: Managed, want: Plain, here: set[int]) -> None:
@@ -105,15 +106,15 @@ def finish(run: Managed, want: Plain, here: set[int]) -> None:
 # ---- the same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chaos", [True, False])
+@pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
 def test_bits(
-    precision: str, clip: float | None, chaos: bool, monkeypatch: pytest.MonkeyPatch
+    precision: str, clip: float | None, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the plan and under it, of which the rest of the chunks is a part that leaves."""
-    if not chaos:
-        monkeypatch.delenv("GEMINI_CHAOS")
+    if not is_late:
+        chaos.late(monkeypatch, None)
     recipe = Recipe(precision=precision, clip=clip)
     want = plain(CASE.build, recipe)
     run, here = half(CASE, recipe)
@@ -126,7 +127,7 @@ def test_bits(
     assert stats["planned"] and stats["evictions"] + stats["fetches"] > 0
     assert plan["n_of_class"]["R"] < stats["chunks"]
     assert all(plan["classes"][chunk] == "R" for chunk in here)
-    run_finish = finish if chaos else _finish_without_chaos
+    run_finish = finish if is_late else _finish_without_chaos
     run_finish(run, want, here)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.report import lanes, svg, timeline
+from gemini_strategy.report import timeline
 from gemini_strategy.report.tables import CLASSES
+from gemini_strategy.tools import lanes, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 MB = 1_000_000
@@ -169,9 +170,9 @@ def test_what_found_the_log_full_is_said(tmp_path: Path) -> None:
     entries = [*log.entries, {"kind": "lost", "n": 17}]
     trace = chrome(entries, tmp_path)
     assert list(trace["otherData"].values()) == [17]
-    timeline.export_svg(entries, layout(log), tmp_path / "a.svg")
+    svg.export_svg(entries, layout(log), tmp_path / "a.svg")
     assert "17 entries found the log full" in (tmp_path / "a.svg").read_text()
-    timeline.export_svg(log.entries, layout(log), tmp_path / "a.svg")
+    svg.export_svg(log.entries, layout(log), tmp_path / "a.svg")
     assert "log full" not in (tmp_path / "a.svg").read_text()
 
 
@@ -179,7 +180,7 @@ def test_what_found_the_log_full_is_said(tmp_path: Path) -> None:
 
 
 def drawn(log: Log, folder: Path, **changes: Any) -> ET.Element:
-    timeline.export_svg(log.entries, layout(log, **changes), folder / "picture.svg")
+    svg.export_svg(log.entries, layout(log, **changes), folder / "picture.svg")
     return ET.parse(folder / "picture.svg").getroot()
 
 
@@ -330,7 +331,7 @@ def test_what_compute_waited_for_is_named() -> None:
 
 
 def test_lanes_are_to_scale(tmp_path: Path) -> None:
-    timeline.export_svg(waiting(), layout(synthetic(1)), tmp_path / "a.svg")
+    svg.export_svg(waiting(), layout(synthetic(1)), tmp_path / "a.svg")
     root = ET.parse(tmp_path / "a.svg").getroot()
     drawn_at = {
         path.attrib.get("data-lane") or path.attrib["data-wait"]: [
@@ -474,7 +475,7 @@ def test_picture_without_a_plan_or_with_other_budgets(
 
 def test_empty_log_makes_an_empty_picture(tmp_path: Path) -> None:
     log = synthetic(4)
-    timeline.export_svg([], layout(log), tmp_path / "a.svg")
+    svg.export_svg([], layout(log), tmp_path / "a.svg")
     ET.parse(tmp_path / "a.svg")
     assert not [e for e in chrome([], tmp_path)["traceEvents"] if e["ph"] != "M"]
 
@@ -519,7 +520,7 @@ def fake_engine(n_chunks: int = 8) -> Any:
 
 def test_recording_ends_after_its_steps(tmp_path: Path) -> None:
     engine = fake_engine()
-    recording = timeline.record(engine, tmp_path / "a.json", tmp_path / "a.svg", steps=2)
+    recording = timeline.record(engine, tmp_path / "a.json", tmp_path / "a.svg", 2, svg.export_svg)
     assert engine.recording is recording and engine.core.capacities[0] >= 4096
     recording.after_step()
     assert engine.recording is recording and not (tmp_path / "a.json").exists()

@@ -1,6 +1,6 @@
 /* issue.c - putting an operation into its stream's queue: its clock, its check against all before it, and when it runs; and
  * taking memory away. */
-#include "device/chaos/chaos_impl.h"
+#include "chaos/chaos_impl.h"
 
 gm_status gm_chaos_append_mark(gm_chaos_device *dev, gm_chaos_queue *queue, gm_chaos_kind kind,
                                gm_chaos_mark *mark, bool is_early)

@@ -3,7 +3,7 @@
  * 1. The table of ranges says what the inner device maps: an address shows blocks[i], or nothing.
  * 2. A new block is poisoned, so that nobody relies on the zeros that fresh pages happen to hold.
  * 3. Before memory is shown elsewhere or given back, it is claimed: what may still use it is a fault. */
-#include "device/chaos/chaos_impl.h"
+#include "chaos/chaos_impl.h"
 
 #include <string.h>
 

@@ -28,9 +28,9 @@ from torch import multiprocessing
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
-from gemini_strategy.machine.plots import FORMATS, draw, figure
 from gemini_strategy.machine.rates import BLOCK_BYTES, REFERENCE, about_machine, kept_rates
 from gemini_strategy.ranks.ranks import Ranks
+from gemini_strategy.tools.plots import FORMATS, draw, figure
 
 _BESIDE = tuple(name for name in REFERENCE if name.endswith("_beside"))
 _TITLES = {

@@ -5,7 +5,7 @@
  *    access of the span cannot be unordered with anything that is ordered behind that one, so it is dropped.
  * 3. Neighbours with equal histories are one span (after each note and forget): the number of spans depends on
  *    the ranges that are used, not on how often. */
-#include "device/chaos/order.h"
+#include "chaos/order.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -38,6 +38,9 @@ typedef struct gm_chaos_options {
     uint64_t seed;
     gm_chaos_fault fault;
     uint32_t fault_period; /* every n-th occurrence that could matter; 0 and 1: each */
+    /* NULL, or told of each fault that is found, with `series` */
+    void (*on_fault)(uint32_t series, const char *text);
+    uint32_t series;
 } gm_chaos_options;
 
 typedef struct gm_chaos_stats {

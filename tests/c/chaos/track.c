@@ -4,7 +4,7 @@
  * same bytes.  The map `bytes` has blocks above GM_CHAOS_KEY_BLOCKS and pinned host memory at its own addresses.  The map
  * `shown` has device addresses as they are, and holds only reads: a use of an address conflicts with nothing but a
  * change of what the address shows. */
-#include "device/chaos/chaos_impl.h"
+#include "chaos/chaos_impl.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -77,11 +77,16 @@ bool gm_chaos_is_pinned(const gm_chaos_device *dev, uintptr_t address, size_t by
 
 void gm_chaos_fault_found(gm_chaos_device *dev, const char *format, ...)
 {
+    char text[sizeof dev->first_fault];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
     if (dev->n_faults++ == 0) {
-        va_list args;
-        va_start(args, format);
-        vsnprintf(dev->first_fault, sizeof dev->first_fault, format, args);
-        va_end(args);
+        memcpy(dev->first_fault, text, sizeof text);
+    }
+    if (dev->options.on_fault) {
+        dev->options.on_fault(dev->options.series, text);
     }
 }
 

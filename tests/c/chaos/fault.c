@@ -1,5 +1,5 @@
 /* fault.c - the seeded faults of the chaos device: their names, and which occurrence is hit. */
-#include "device/chaos/chaos_impl.h"
+#include "chaos/chaos_impl.h"
 
 #include <errno.h>
 #include <stdio.h>

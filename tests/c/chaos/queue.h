@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/device.h"
-#include "device/chaos/order.h"
+#include "chaos/order.h"
 
 typedef struct gm_chaos_device gm_chaos_device;
 

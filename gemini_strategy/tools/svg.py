@@ -1,6 +1,6 @@
 """A timeline as one picture: what ran in each lane, what compute waited for, device memory, and the life of each chunk.
 
-One self-contained SVG: no script, no font, nothing from elsewhere. Entries as timeline.py describes them.
+One self-contained SVG: no script, no font, nothing from elsewhere. Entries as report/timeline.py describes them.
 
 Invariants
     1. Time is to scale: a second is as wide everywhere.
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from gemini_strategy.report.lanes import COMPUTE, LOOP, STALL, lanes_of
 from gemini_strategy.report.tables import CLASSES, bytes_text, seconds_text
+from gemini_strategy.tools.lanes import COMPUTE, LOOP, STALL, lanes_of
 
 Entry = Mapping[str, Any]
 

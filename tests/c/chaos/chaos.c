@@ -4,7 +4,7 @@
  *    knew when it issued it; the host learns only by waiting.  This does not depend on what has run.
  * 2. Work of stream 0 has run when its call returns; nothing is ever queued there.
  * 3. A forked child runs nothing: the inner device refuses by name. */
-#include "device/chaos/chaos_impl.h"
+#include "chaos/chaos_impl.h"
 
 #include <stdlib.h>
 #include <string.h>

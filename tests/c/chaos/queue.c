@@ -5,7 +5,7 @@
  * 2. A wait refers to a record that was issued before it, so waits never form a circle: while anything is
  *    queued, some queue's first operation is ready.
  * 3. Every mark that is not reached has its record in the queue that it names. */
-#include "device/chaos/chaos_impl.h"
+#include "chaos/chaos_impl.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 """What ran when, lane by lane, and what compute waited for: the answer of a timeline to "why is it slow".
 
-Entries are as timeline.py describes them.
+Entries are as report/timeline.py describes them.
 
 Invariants
     1. A tick is what it waits for, [start, work), and its own work, [work, end). Between the end of a pass and the next

@@ -4,7 +4,7 @@
  *    counts as reached.
  * 2. What is recorded on stream 0 is reached at once, as all its work has run.
  * 3. The host's clock advances by its own accesses and by waiting, by nothing else. */
-#include "device/chaos/chaos_impl.h"
+#include "chaos/chaos_impl.h"
 
 #define RECORD_SECONDS 50e-6 /* between two records that the clock counts */
 

@@ -2,8 +2,8 @@
  * chaos.c. */
 #pragma once
 
-#include "device/chaos/chaos.h"
-#include "device/chaos/queue.h"
+#include "chaos/chaos.h"
+#include "chaos/queue.h"
 #include "device/ops.h"
 
 typedef struct gm_chaos_range {

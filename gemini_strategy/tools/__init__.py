@@ -1,0 +1,1 @@
+"""What draws and measures for people, beside what trains: nothing here is imported before it is asked for."""
