@@ -196,7 +196,7 @@ typedef struct gm_weights {
     /* With more ranks than one: the plan that orders collectives.  It is the plan that is followed, unless this rank had
      * to leave that. */
     gm_plan *collectives;
-    uint32_t *owners; /* (its blocks,) chunk whose gathered weights are there, or GM_NO_CHUNK */
+    uint32_t *owners; /* (its blocks,) chunk whose gathered weights are there, or GM_NO_OWNER */
 } gm_weights;
 
 typedef struct gm_gradients {

@@ -11,6 +11,7 @@
  *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
  *   3. Gathered weights are pinned while anybody needs them: nobody evicts a transient piece. */
 #include "engine/engine_impl.h"
+#include "plan/ring.h"
 
 #include <stdlib.h>
 
@@ -61,31 +62,25 @@ static gm_status take_place(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     const gm_place *place = gm_plan_place(engine->weights.collectives, chunk, GM_GATHERED);
-    uint32_t n = (uint32_t)(gm_engine_piece_blocks(engine, chunk, GM_GATHERED) /
-                            engine->device->block_bytes);
-    for (uint32_t i = 0; place->length > 0 && i < n; i++) {
-        uint32_t *owner =
-            &engine->weights.owners[place->base + (place->offset + i) % place->length];
-        if (*owner != chunk && *owner != GM_NO_CHUNK) {
-            gm_chunk_state *other = &engine->chunk_states[*owner];
-            other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
-            if (!other->is_doomed) {
-                GM_TRY(forget(engine, *owner));
-            }
+    uint32_t n = place->length == 0
+                     ? 0
+                     : (uint32_t)(gm_engine_piece_blocks(engine, chunk, GM_GATHERED) /
+                                  engine->device->block_bytes);
+    uint32_t at = 0, old, *owners = engine->weights.owners;
+    while ((old = gm_owners_take(owners, place, n, chunk, &at)) != GM_NO_OWNER) {
+        gm_chunk_state *other = &engine->chunk_states[old];
+        other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
+        if (!other->is_doomed) {
+            GM_TRY(forget(engine, old));
         }
-        *owner = chunk;
     }
     return GM_OK;
 }
 
 gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan)
 {
-    uint32_t n = gm_plan_n_blocks(plan);
-    uint32_t *owners = malloc((n + (size_t)1) * sizeof *owners);
-    GM_FAIL_IF(!owners, GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
-    for (uint32_t i = 0; i < n; i++) {
-        owners[i] = GM_NO_CHUNK;
-    }
+    uint32_t *owners;
+    GM_TRY(gm_owners_new(gm_plan_n_blocks(plan), &owners));
     free(engine->weights.owners);
     engine->weights.owners = owners;
     engine->weights.collectives = plan;

@@ -16,6 +16,7 @@
 #include <stdatomic.h>
 
 #include "memory/chunk.h"
+#include "plan/ring.h"
 
 typedef enum piece_state { HOME, CLEAN, DIRTY, N_STATES } piece_state;
 
@@ -70,15 +71,14 @@ struct gm_chunks {
     gm_block *scratch;     /* (capacity,) handles for one map call */
     uintptr_t stage;       /* range of stage_capacity blocks for states in passing */
     uint32_t stage_capacity, stage_blocks; /* blocks mapped there now */
-    uint32_t *owners; /* (capacity,) under a placement: the piece that took the block last */
+    uint32_t *
+        owners; /* (capacity,) under a placement: the piece that took the block last, or GM_NO_OWNER */
     uint32_t capacity, n_blocks, n_free, n_holes, n_indices;
     size_t limit, home_limit;
     uint64_t clock;
     gm_chunks_stats stats;
     gm_timeline *timeline; /* NULL: off */
 };
-
-#define GM_NO_OWNER UINT32_MAX
 
 static inline piece *gm_piece_at(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 {

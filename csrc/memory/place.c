@@ -104,7 +104,7 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
                 is_kept(p, place) || (place->is_resident && p->n_blocks > 0 && !gm_is_resident(p) &&
                                       gm_block_take_shown(chunks, p));
             for (uint32_t b = 0; has_own && b < p->n_blocks; b++) {
-                physical[place->base + (place->offset + b) % place->length] = p->blocks[b];
+                physical[gm_place_block(place, b)] = p->blocks[b];
             }
         }
     }
@@ -159,7 +159,7 @@ static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uin
             }
             bool is_same = p->is_mapped;
             for (uint32_t b = 0; b < p->n_blocks; b++) {
-                uint32_t index = physical[place->base + (place->offset + b) % place->length];
+                uint32_t index = physical[gm_place_block(place, b)];
                 is_same = is_same && p->blocks[b] == index;
                 p->blocks[b] = index;
                 if (gm_is_resident(p)) {

@@ -117,12 +117,19 @@ static inline uint32_t gm_plan_blocks(const gm_plan_input *input, uint32_t chunk
     return is_passing && blocks > input->stage_blocks ? input->stage_blocks : blocks;
 }
 
-/* Where one piece lives: its block j is base + (offset + j) % length. */
+/* Where one piece lives: the end of a ring meets its beginning. */
 typedef struct gm_place {
     uint32_t base, length; /* its ring (resident: its own blocks); length 0: never on the device */
     uint32_t offset;
     bool is_resident;
 } gm_place;
+
+/* Its block j, one of at most `length`. */
+static inline uint32_t gm_place_block(const gm_place *place, uint32_t j)
+{
+    uint32_t at = place->offset + j;
+    return place->base + (at < place->length ? at : at - place->length);
+}
 
 typedef enum gm_op_kind {
     GM_OP_FETCH, /* weights onto the device, also onto a resident copy that a host update has left behind */

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "plan/plan_impl.h"
+#include "plan/ring.h"
 
 /* Updates on the host that are issued ahead of the first use of their weights. */
 #define HOST_AHEAD 16u
@@ -38,8 +39,8 @@ typedef struct gm_writer {
     size_t n_notes, capacity;
     uint32_t *update;      /* (n,) tick of the update in forward; GM_NO_TICK: no states */
     const uint32_t *first; /* (n,) tick of the first use of weights, or of shards; n: none */
-    uint32_t *order;  /* (n,) chunks by first use in this course, equal ones in the plan's order */
-    gm_ring_use ring; /* scratch, (longest ring,) */
+    uint32_t *order; /* (n,) chunks by first use in this course, equal ones in the plan's order */
+    gm_rings rings;
     gm_use *list;     /* scratch, (2 n + 1,) */
     uint32_t *latest; /* scratch, (n,) */
     uint32_t misfit;  /* a chunk whose place is taken when it is needed; GM_NO_TICK: none */
@@ -85,31 +86,10 @@ static uint32_t blocks_of(const gm_writer *w, uint32_t chunk, gm_piece piece)
     return gm_plan_blocks(w->problem->input, chunk, piece, false);
 }
 
-/* A ring's blocks belong to nobody. */
-static void clear_ring(gm_writer *w, gm_piece piece)
-{
-    for (uint32_t i = 0; i < w->plan->ring[piece]; i++) {
-        w->ring.owner[i] = UINT32_MAX;
-        w->ring.until[i] = 0;
-    }
-}
-
 static uint32_t claim(gm_writer *w, gm_piece piece, uint32_t chunk, uint32_t end)
 {
-    return gm_ring_claim(&w->ring, place_of(w, chunk, piece), blocks_of(w, chunk, piece), chunk,
-                         end);
-}
-
-/* What claim would give, changing nothing. */
-static uint32_t free_from(const gm_writer *w, gm_piece piece, uint32_t chunk)
-{
-    const gm_place *place = place_of(w, chunk, piece);
-    uint32_t n = blocks_of(w, chunk, piece), from = 0, at = place->offset;
-    for (uint32_t j = 0; j < n; j++) {
-        from = w->ring.owner[at] != chunk && w->ring.until[at] > from ? w->ring.until[at] : from;
-        at = at + 1 == place->length ? 0 : at + 1;
-    }
-    return from;
+    uint32_t n_blocks = blocks_of(w, chunk, piece);
+    return gm_rings_claim(&w->rings, place_of(w, chunk, piece), n_blocks, chunk, end);
 }
 
 static bool is_in_ring(const gm_writer *w, uint32_t chunk, gm_piece piece)
@@ -189,7 +169,9 @@ static void write_tail_fetches(gm_writer *w)
         bool is_stale = w->plan->class_of[c] == GM_CLASS_C2 && w->problem->is_trained[c] &&
                         w->plan->is_late[c] && w->problem->n_passes == 1;
         is_stale |= w->plan->is_speculated[c]; /* the step will probably make it so */
-        if (free_from(w, GM_WEIGHT, c) >= w->course->n) {
+        uint32_t n_blocks = blocks_of(w, c, GM_WEIGHT);
+        const gm_place *place = place_of(w, c, GM_WEIGHT);
+        if (gm_rings_free_from(&w->rings, place, n_blocks, c) >= w->course->n) {
             return;
         }
         uint32_t from = claim(w, GM_WEIGHT, c, w->course->n + use->end);
@@ -201,7 +183,6 @@ static void write_tail_fetches(gm_writer *w)
 
 static void write_fetches(gm_writer *w)
 {
-    clear_ring(w, GM_WEIGHT);
     for (uint32_t i = 0; i < w->needs.n_uses; i++) {
         const gm_use *use = &w->needs.uses[i];
         uint32_t c = use->chunk;
@@ -258,7 +239,6 @@ static void write_gathers(gm_writer *w)
 /* Whether each gradient of the pass finds its place free. */
 static void check_unreduced(gm_writer *w)
 {
-    clear_ring(w, GM_UNREDUCED);
     for (uint32_t i = 0; i < w->course->n_opens; i++) {
         const gm_use *open = &w->course->opens[i];
         if (!gm_is_reduced(w->problem->input, open->chunk)) {
@@ -334,7 +314,6 @@ static void write_grads_in(gm_writer *w)
     }
     /* `end` holds the place in the order of need. */
     qsort(w->list, n, sizeof *w->list, gm_by_begin);
-    clear_ring(w, GM_GRAD);
     for (uint32_t i = 0; i < n; i++) {
         uint32_t c = w->list[i].chunk, begin = w->list[i].begin;
         bool is_update = w->list[i].end < w->plan->n;
@@ -399,24 +378,21 @@ static gm_status find_needs(gm_writer *w)
 gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,
                           gm_schedule *out)
 {
-    uint32_t n = plan->n, ring = 1;
-    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
-        ring = plan->ring[piece] > ring ? plan->ring[piece] : ring;
-    }
+    uint32_t n = plan->n;
     gm_writer w = {.problem = problem,
                    .plan = plan,
                    .course = course,
                    .misfit = GM_NO_TICK,
                    .update = calloc(n, sizeof(uint32_t)),
                    .order = calloc(n, sizeof(uint32_t)),
-                   .ring = {calloc(ring, sizeof(uint32_t)), calloc(ring, sizeof(uint32_t))},
                    .list = calloc(2 * (size_t)n + 1, sizeof(gm_use)),
                    .latest = calloc(n, sizeof(uint32_t))};
-    gm_status status = GM_OK;
+    gm_status status = gm_rings_new(plan->n_blocks, &w.rings);
     *out = (gm_schedule){.hash = course->trace->hash, .n_ticks = course->n};
-    if (!w.update || !w.order || !w.ring.owner || !w.ring.until || !w.list || !w.latest) {
+    if (status == GM_OK && (!w.update || !w.order || !w.list || !w.latest)) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to schedule %u ticks", course->n);
-    } else {
+    }
+    if (status == GM_OK) {
         status = find_needs(&w);
     }
     if (status != GM_OK) {
@@ -442,8 +418,7 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
     }
     free(w.update);
     free(w.order);
-    free(w.ring.owner);
-    free(w.ring.until);
+    gm_rings_free(&w.rings);
     gm_needs_free(&w.needs);
     gm_needs_free(&w.other);
     free(w.list);

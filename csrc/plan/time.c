@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "plan/plan_impl.h"
+#include "plan/ring.h"
 #include "plan/sim.h"
 
 #define MANY_NODES    40000u /* a step of more is followed twice instead of three times */
@@ -43,8 +44,8 @@ typedef struct gm_replay {
     const gm_problem *problem;
     const gm_plan *plan;
     gm_sim sim;
-    gm_item *items; /* (n, GM_N_PIECES) */
-    uint32_t *owner[GM_N_PIECES];
+    gm_item *items;   /* (n, GM_N_PIECES) */
+    uint32_t *owners; /* of the plan's blocks */
     /* The stage: slots for slices, taken in turn. */
     gm_gone *gone; /* (most_gone,), a queue: those that nobody has waited for yet */
     uint32_t most_gone, first_gone, n_gone, n_slots, last_gone;
@@ -102,17 +103,14 @@ static void claim(gm_replay *r, uint32_t chunk, gm_piece piece)
     const gm_place *place = &r->plan->places[chunk * GM_N_PIECES + piece];
     wait_for_owner(r, chunk, piece);
     if (!place->is_resident && place->length > 0) {
-        uint32_t n = gm_plan_blocks(r->problem->input, chunk, piece, false), at = place->offset;
-        uint32_t *owner = r->owner[piece], last = GM_NO_NODE;
-        for (uint32_t j = 0; j < n; j++) {
-            uint32_t old = owner[at];
-            if (old != chunk && old != last && old != UINT32_MAX) {
+        uint32_t n = gm_plan_blocks(r->problem->input, chunk, piece, false), at = 0;
+        uint32_t old, last = GM_NO_OWNER;
+        while ((old = gm_owners_take(r->owners, place, n, chunk, &at)) != GM_NO_OWNER) {
+            if (old != last) {
                 wait_for_owner(r, old, piece);
                 item(r, old, piece)->is_there = false;
                 last = old;
             }
-            owner[at] = chunk;
-            at = at + 1 == place->length ? 0 : at + 1;
         }
     }
     item(r, chunk, piece)->is_there = true;
@@ -599,13 +597,7 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     for (uint32_t c = 0; has_all && c < n; c++) {
         r->chunks[c].result = GM_NO_NODE;
     }
-    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
-        r->owner[piece] = malloc(((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
-        has_all = has_all && r->owner[piece];
-        if (r->owner[piece]) {
-            memset(r->owner[piece], 0xff, ((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
-        }
-    }
+    GM_TRY(gm_owners_new(plan->n_blocks, &r->owners));
     GM_FAIL_IF(!has_all, GM_ERR_NOMEM, "host: no room to predict a plan of %u chunks", n);
     for (uint32_t i = 0; i < n * GM_N_PIECES; i++) {
         bool is_own = i % GM_N_PIECES < GM_N_OWN_PIECES;
@@ -622,9 +614,7 @@ static void replay_free(gm_replay *r)
     free(r->gone);
     free(r->chunks);
     free(r->node_of);
-    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
-        free(r->owner[piece]);
-    }
+    free(r->owners);
 }
 
 gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan)
