@@ -19,8 +19,8 @@
  *   5. A step is speculated unless the last one is known to have clipped, or did not ask for the norm.  A loop that does
  *      not ask, or has a loss scale, gets no spares.  Plans that speculate come with the first step, if it did not clip, or after some
  *      such in a row, and go again after some others: each time it takes twice as many.
- *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated,
- *      nor one whose spare a checkpoint is still to be written from (saving.c).
+ *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is
+ *      not speculated.
  *   7. The step drops what it does not want, and what has not begun on the host by then does not run.
  *   8. All this is a rank's own business but for the plan, which all make alike: a result and an update have the same bits,
  *      so ranks need not agree on which they have. */
@@ -226,7 +226,7 @@ static gm_status move_spares(gm_engine *engine)
         for (uint32_t other = 0; other < n && wants_spare(engine, chunk); other++) {
             if (gm_chunks_spare(engine->chunks, other, GM_WEIGHT) &&
                 !gm_plan_is_speculated(engine->room.plan, other) &&
-                !gm_saving_has_spare(engine, other) && is_alike(engine, chunk, other)) {
+                is_alike(engine, chunk, other)) {
                 engine->chunk_states[other].has_result = false;
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_STATE));
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_WEIGHT));
@@ -243,7 +243,7 @@ void gm_speculation_take_room(gm_engine *engine)
         return;
     }
     gm_status moved = move_spares(engine);
-    if (moved != GM_OK) { /* a spare that is being read, or the device has failed */
+    if (moved != GM_OK) { /* the device has failed */
         (void)gm_engine_die(engine, moved);
         return;
     }
@@ -300,8 +300,7 @@ gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
                   gm_plan_is_speculated(engine->room.plan, chunk) && !engine->update.is_armed &&
                   !state->is_pending && !state->has_result && !atomic_load(&task->is_running);
     is_due = is_due && state->n_held == state->n_params &&
-             state->backwards.now == state->backwards.most && may_use_spare(engine, chunk) &&
-             !gm_saving_has_spare(engine, chunk);
+             state->backwards.now == state->backwards.most && may_use_spare(engine, chunk);
     return is_due ? task : NULL;
 }
 
@@ -338,29 +337,18 @@ bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task
            memcmp(made->ranges, task->ranges, task->n_ranges * sizeof *task->ranges) == 0;
 }
 
-bool gm_speculation_fits(const gm_engine *engine, uint32_t chunk, const gm_task *task)
-{
-    bool is_resident = engine->room.plan && gm_plan_class(engine->room.plan, chunk) == GM_CLASS_R;
-    return gm_speculation_is_of(engine, chunk, task) ||
-           (!is_resident && may_use_spare(engine, chunk) && is_whole(engine, chunk, task));
-}
-
-void gm_speculation_flip(gm_engine *engine, uint32_t chunk)
-{
-    gm_chunks_take_spare(engine->chunks, chunk, GM_STATE);
-    gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT);
-}
-
-void gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out)
+bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
-    *out = gm_speculation_is_of(engine, chunk, task);
-    engine->speculation.n_taken += *out;
-    engine->speculation.n_redone += state->has_result && !*out;
+    bool is_taken = gm_speculation_is_of(engine, chunk, task);
+    engine->speculation.n_taken += is_taken;
+    engine->speculation.n_redone += state->has_result && !is_taken;
     state->has_result = false;
-    if (*out) {
-        gm_speculation_flip(engine, chunk);
+    if (is_taken) {
+        gm_chunks_take_spare(engine->chunks, chunk, GM_STATE);
+        gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT);
     }
+    return is_taken;
 }
 
 void gm_speculation_drop(gm_engine *engine)

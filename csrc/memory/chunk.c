@@ -189,18 +189,9 @@ static gm_status order_home_write(gm_chunks *chunks, piece *p, gm_stream stream)
     return wait_fence(chunks, &p->filled, stream);
 }
 
-static gm_status check_not_lent(const gm_chunks *chunks, piece *p)
-{
-    return atomic_load(&p->is_spare_lent)
-               ? GM_FAIL(GM_ERR_STATE, "chunk %u: its spare is being read, and was to be changed",
-                         gm_piece_chunk(chunks, p))
-               : GM_OK;
-}
-
 static gm_status order_spare_write(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     GM_ASSERT(p->spare);
-    GM_TRY(check_not_lent(chunks, p));
     GM_TRY(wait_fence(chunks, &p->spare_homed, stream));
     GM_TRY(wait_fence(chunks, &p->spare_used, stream));
     GM_TRY(wait_fence(chunks, &p->filled, stream));
@@ -405,7 +396,6 @@ gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm
 {
     piece *p = gm_piece_at(chunks, from, kind);
     GM_ASSERT(p->spare && p->bytes == gm_piece_at(chunks, to, kind)->bytes);
-    GM_TRY(check_not_lent(chunks, p));
     GM_TRY(gm_piece_wait_idle(chunks, p));
     GM_TRY(gm_chunks_give_spare(chunks, to, kind, p->spare));
     p->spare = NULL;
@@ -415,7 +405,7 @@ gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm
 void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->spare && p->state != DIRTY && !atomic_load(&p->is_spare_lent));
+    GM_ASSERT(p->spare && p->state != DIRTY);
     uint8_t *home = p->home;
     fence homed = p->homed, home_used = p->home_used;
     p->home = p->spare;
@@ -425,21 +415,6 @@ void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
     p->spare_homed = homed;
     p->spare_used = home_used;
     p->version++;
-}
-
-gm_status gm_chunks_lend_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->spare);
-    GM_TRY(wait_fence_on_host(chunks, &p->spare_homed));
-    gm_note_access(chunks->device, p->spare, p->bytes, false, GM_STREAM_HOST);
-    atomic_store(&p->is_spare_lent, true);
-    return GM_OK;
-}
-
-void gm_chunks_give_spare_back(gm_chunks *chunks, uint32_t id, gm_piece kind)
-{
-    atomic_store(&gm_piece_at(chunks, id, kind)->is_spare_lent, false);
 }
 
 /* ---- the host's own access ---- */

@@ -19,7 +19,7 @@
  * the host waits.  With one (gm_chunks_adopt) every piece has its blocks for good: fetching overwrites what other
  * pieces showed there, behind their fences, and neither maps nor waits.
  *
- * Threads: one caller at a time (the engine's lock), but for gm_chunks_give_spare_back.
+ * Threads: one caller at a time (the engine's lock).
  *
  * Above the length budget because it is the table's whole face. */
 #pragma once
@@ -139,10 +139,6 @@ uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); 
 /* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from here on.  A resident
  * copy is stale then: home_written. */
 void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* Waits for what is being written there.  Another thread reads the spare from now on until it is given back, by any thread.
- * So long who would write or move it gets GM_ERR_STATE. */
-gm_status gm_chunks_lend_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
-void gm_chunks_give_spare_back(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- the host's own access; it may wait ---- */
 

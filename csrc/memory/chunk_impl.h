@@ -13,8 +13,6 @@
  * spare's last write there is no copy to the home either, and `homed` keeps its meaning.  It is read after its homed. */
 #pragma once
 
-#include <stdatomic.h>
-
 #include "memory/chunk.h"
 #include "plan/ring.h"
 
@@ -44,7 +42,6 @@ typedef struct piece {
     bool is_home_late, is_written_inside; /* see gm_piece_note_home */
     uint64_t version; /* changes with whatever may have changed the piece's bytes */
     uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
-    atomic_bool is_spare_lent;
     fence spare_homed, spare_used;
 } piece;
 
