@@ -259,8 +259,8 @@ static PyObject *comm_is_over(comm *self, PyObject *Py_UNUSED(unused))
     return PyBool_FromLong(is_over);
 }
 
-/* `abort` in Python; nothing after close(). */
-static PyObject *comm_stop(comm *self, PyObject *args)
+/* Nothing after close(). */
+static PyObject *comm_abort(comm *self, PyObject *args)
 {
     const char *reason;
     GM_PY_TRY(PyArg_ParseTuple(args, "s:abort", &reason));
@@ -391,24 +391,21 @@ static PyObject *comm_paper(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* ---- the type ---- */
 
+#define COMM_METHOD(name, flags, doc) GM_PY_METHOD(#name, comm_##name, METH_##flags, doc)
+
 static PyMethodDef comm_methods[] = {
-    {"all_gather", (PyCFunction)comm_all_gather, METH_VARARGS, "(address, shard_bytes, stream)"},
-    {"reduce_scatter", (PyCFunction)comm_reduce_scatter, METH_VARARGS,
-     "(address, shard_count, dtype, stream)"},
-    {"all_reduce", (PyCFunction)comm_all_reduce, METH_VARARGS,
-     "(address, count, dtype, op, stream)"},
-    {"agree", (PyCFunction)comm_agree, METH_VARARGS,
-     "(stream): are the ranks' collectives the same?"},
-    {"label", (PyCFunction)comm_label, METH_VARARGS, "(label): of the collectives from here on."},
-    {"name_ranks", (PyCFunction)comm_name_ranks, METH_VARARGS,
-     "(names, n): rank r is names[r] of n."},
-    {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
-    {"calls", (PyCFunction)comm_calls, METH_NOARGS, "(how many so far, a hash of them)."},
-    {"is_over", (PyCFunction)comm_is_over, METH_NOARGS,
-     "Whether nothing that was issued is under way any more."},
-    {"check", (PyCFunction)comm_check, METH_NOARGS, "Raises the first failure, if there is one."},
-    {"abort", (PyCFunction)comm_stop, METH_VARARGS, "(reason): ends it, here and for the others."},
-    {"close", (PyCFunction)comm_close, METH_NOARGS, "Waits for what is issued, and frees it."},
+    COMM_METHOD(all_gather, VARARGS, "(address, shard_bytes, stream)"),
+    COMM_METHOD(reduce_scatter, VARARGS, "(address, shard_count, dtype, stream)"),
+    COMM_METHOD(all_reduce, VARARGS, "(address, count, dtype, op, stream)"),
+    COMM_METHOD(agree, VARARGS, "(stream): are the ranks' collectives the same?"),
+    COMM_METHOD(label, VARARGS, "(label): of the collectives from here on."),
+    COMM_METHOD(name_ranks, VARARGS, "(names, n): rank r is names[r] of n."),
+    COMM_METHOD(history, NOARGS, "The last 512: [(number, words)]."),
+    COMM_METHOD(calls, NOARGS, "(how many so far, a hash of them)."),
+    COMM_METHOD(is_over, NOARGS, "Whether nothing that was issued is under way any more."),
+    COMM_METHOD(check, NOARGS, "Raises the first failure, if there is one."),
+    COMM_METHOD(abort, VARARGS, "(reason): ends it, here and for the others."),
+    COMM_METHOD(close, NOARGS, "Waits for what is issued, and frees it."),
     {NULL, NULL, 0, NULL},
 };
 
