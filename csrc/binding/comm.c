@@ -1,12 +1,14 @@
-/* comm.c - the Python type Comm: one gm_comm, over NCCL or over a transport that is written in Python.
+/* comm.c - the Python type Comm: one gm_comm, over NCCL or over a transport that is written in
+ * Python.
  *
- * The GIL is released around every call: a collective may wait for other ranks, and the transport's functions
- * take it back.  Numbers of calls inside are counted under the GIL, so that close() on one thread lets a
- * collective on another come back first.
+ * The GIL is released around every call: a collective may wait for other ranks, and the transport's
+ * functions take it back.  Numbers of calls inside are counted under the GIL, so that close() on
+ * one thread lets a collective on another come back first.
  *
- * A transport in Python wants the GIL inside a collective, on the thread that issues or runs it: whoever calls the
- * core's functions of a communicator, and whoever waits for a lock that is held around them, must not hold the GIL.
- * Debug builds assert the first, which is what makes the second possible. */
+ * A transport in Python wants the GIL inside a collective, on the thread that issues or runs it:
+ * whoever calls the core's functions of a communicator, and whoever waits for a lock that is held
+ * around them, must not hold the GIL.  Debug builds assert the first, which is what makes the
+ * second possible. */
 #include "binding/comm.h"
 
 #include <stdio.h>
@@ -61,7 +63,8 @@ static void take_exception(PyObject **cause, char *why, size_t why_bytes)
     Py_XDECREF(earlier);
 }
 
-/* For a thread that may be inside locks of the core: with the GIL it would have held up whoever waits for those. */
+/* For a thread that may be inside locks of the core: with the GIL it would have held up whoever
+ * waits for those. */
 static PyGILState_STATE take_gil(void)
 {
     PyGILState_STATE state = PyGILState_Ensure();
@@ -156,7 +159,8 @@ static PyObject *end(comm *self, gm_status status)
     return result;
 }
 
-/* Returns from a method with what a call of the communicator, named c in it, comes to without the GIL. */
+/* Returns from a method with what a call of the communicator, named c in it, comes to without the
+ * GIL. */
 #define RETURN_CALL(self, c, call) \
     do {                           \
         gm_status status;          \

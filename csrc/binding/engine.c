@@ -228,8 +228,9 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return gm_py_unless((PyObject *)self, !is_made);
 }
 
-/* The engine's memory outlives this as long as tensors show it (leases hold references); with it must live
- * its workers and `outside`, which is why both are freed only with the object and never used after close. */
+/* The engine's memory outlives this as long as tensors show it (leases hold references); with it
+ * must live its workers and `outside`, which is why both are freed only with the object and never
+ * used after close. */
 static void core_release(core *self)
 {
     if (self->engine) {
@@ -306,8 +307,8 @@ static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
                            : gm_py_raise(status);
 }
 
-/* With the GIL, as it waits for nothing: it is asked of every parameter in a step, and another thread that wants the GIL
- * would get it each time. */
+/* With the GIL, as it waits for nothing: it is asked of every parameter in a step, and another
+ * thread that wants the GIL would get it each time. */
 static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];

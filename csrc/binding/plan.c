@@ -70,8 +70,8 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
     return gm_py_unless(dict, failed);
 }
 
-/* {"weight": "CLEAN", "state": "HOME", ..., "uses", "trained", "gradients", "pending"}; pieces without bytes are not
- * in it. */
+/* {"weight": "CLEAN", "state": "HOME", ..., "uses", "trained", "gradients", "pending"}; pieces
+ * without bytes are not in it. */
 PyObject *gm_py_chunk(const gm_engine_chunk *chunk)
 {
     const gm_py_count counts[] = {
@@ -102,8 +102,8 @@ static PyObject *memory_of(const gm_log_memory *memory)
     return gm_py_unless(dict, !dict || gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0);
 }
 
-/* Of a tick: kind, stream, tick, tick_kind, id, start, work, end, device (bytes by class), host (bytes).
- * Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
+/* Of a tick: kind, stream, tick, tick_kind, id, start, work, end, device (bytes by class), host
+ * (bytes).  Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
 static PyObject *entry_dict(const gm_log_entry *entry)
 {
     const gm_py_figure times[] = {{"start", entry->start}, {"end", entry->end}};

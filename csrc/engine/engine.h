@@ -4,7 +4,8 @@
  * Ownership: the engine is counted.  Its maker holds one reference; every tensor that shows engine memory
  * holds one through a lease, so that memory outlives the last tensor that can read it.
  * Threads: any thread may call; a mutex admits one at a time.  gm_lease_end() may come from any thread at
- * any moment (a tensor's deleter) and takes no lock.
+ * any moment (a tensor's deleter) and takes no lock.  gm_engine_has_grad, gm_engine_sums and gm_engine_n_touched take
+ * none, either: they are for the threads that bring gradients and touch, and say what these have done.
  *
  * Above the length budget because it is the whole face of the engine, and what is behind it is one lock. */
 #pragma once

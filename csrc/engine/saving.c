@@ -1,22 +1,23 @@
-/* saving.c - a checkpoint that is written while training goes on: a chunk that is still to be written is copied before
- * its weights or states change.
+/* saving.c - a checkpoint that is written while training goes on: a chunk that is still to be
+ * written is copied before its weights or states change.
  *
  * Invariants
- *   1. While a chunk is due its weights and states are those of gm_saving_begin, or it has a copy of them:
- *      whatever changes them calls gm_saving_keep first.  So the writer, which reads a chunk under the engine's lock
- *      unless it has a copy, cannot see a later byte.
- *   2. Copies take no more than `limit` bytes, or one chunk's if that is larger, beside what gm_saving_keep_at_once
- *      makes.  A thread that is to change another chunk waits until the writer, which begins with these, has written
- *      one that has a copy.  It may hold the engine's lock: the writer needs that for no copy, and waits for no rank.
- *   3. A unit or a tensor on the device may write weights before anybody is told.  Where their home still has the old
- *      bytes, these are copied.  Where it has not, the checkpoint fails by name, and from the next one on the chunk is
- *      copied at the beginning.
+ *   1. While a chunk is due its weights and states are those of gm_saving_begin, or it has a copy
+ *      of them: whatever changes them calls gm_saving_keep first.  So the writer, which reads a
+ *      chunk under the engine's lock unless it has a copy, cannot see a later byte.
+ *   2. Copies take no more than `limit` bytes, or one chunk's if that is larger, beside what
+ *      gm_saving_keep_at_once makes.  A thread that is to change another chunk waits until the
+ *      writer, which begins with these, has written one that has a copy.  It may hold the engine's
+ *      lock: the writer needs that for no copy, and waits for no rank.
+ *   3. A unit or a tensor on the device may write weights before anybody is told.  Where their home
+ *      still has the old bytes, these are copied.  Where it has not, the checkpoint fails by name,
+ *      and from the next one on the chunk is copied at the beginning.
  *   4. What is not due is refused to the writer.
- *   5. Between gm_saving_end and the next begin nothing is due or has a copy, but for one that gm_saving_keep is
- *      making: it drops that itself.
+ *   5. Between gm_saving_end and the next begin nothing is due or has a copy, but for one that
+ *      gm_saving_keep is making: it drops that itself.
  *
- * `lock` comes after the engine's lock; a thread that holds it takes that only by trying.  The host waits in:
- * gm_saving_keep. */
+ * `lock` comes after the engine's lock; a thread that holds it takes that only by trying.  The host
+ * waits in: gm_saving_keep. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>

@@ -1,17 +1,20 @@
-/* update.c - the update of one chunk in one step: prepared as a task, issued when the plan says so or when somebody
- * needs the result, run on the device or on the host, ordered by fences alone.
+/* update.c - the update of one chunk in one step: prepared as a task, issued when the plan says so
+ * or when somebody needs the result, run on the device or on the host, ordered by fences alone.
  *
  * Invariants
- *   1. A chunk with a pending update is updated before anything reads its weights or states, or writes its gradient.
+ *   1. A chunk with a pending update is updated before anything reads its weights or states, or
+ *      writes its gradient.
  *   2. A task is rewritten only when its last run has ended.
- *   3. A task whose factor nobody has seen (is_late) reads it when it runs, behind the clip's fence, and only there: what
- *      speculation has made is taken as if no clip fired, and a call behind it steps again, from the old homes, which
- *      are the spares now, to the new ones, if one did.  Whoever uses the new homes comes behind that call.
- *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
- *      new weights where the gradient of the old ones is meant.  If it happens the engine dies with that text.
+ *   3. A task whose factor nobody has seen (is_late) reads it when it runs, behind the clip's
+ *      fence, and only there: what speculation has made is taken as if no clip fired, and a call
+ *      behind it steps again, from the old homes, which are the spares now, to the new ones, if one
+ *      did.  Whoever uses the new homes comes behind that call.
+ *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that
+ *      backward; it would see new weights where the gradient of the old ones is meant.  If it
+ *      happens the engine dies with that text.
  *
- * The host may wait in: prepare_task (for a run of two steps ago), gm_update_issue (for gm_saving_keep), and where
- * chunk.c says. */
+ * The host may wait in: prepare_task (for a run of two steps ago), gm_update_issue (for
+ * gm_saving_keep), and where chunk.c says. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -323,7 +326,8 @@ static void settle(gm_engine *engine, gm_task *task)
     }
 }
 
-/* Home and spare have changed places.  What was made is the update, unless a clip fires that nobody has seen. */
+/* Home and spare have changed places.  What was made is the update, unless a clip fires that nobody
+ * has seen. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     GM_TRY(task->is_late ? redo_at_home(engine, chunk, task) : GM_OK);

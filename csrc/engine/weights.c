@@ -1,14 +1,16 @@
-/* weights.c - what tensors show of a chunk: its weights or, where each rank owns a part of them, the gathered weights of
- * all ranks.
+/* weights.c - what tensors show of a chunk: its weights or, where each rank owns a part of them,
+ * the gathered weights of all ranks.
  *
  * Invariants
- *   1. What begins a collective depends on the sequence of calls (units, backward nodes, leases that are made,
- *      gradients, steps) and on the plan that the ranks share, which are the same on all ranks; never on memory, on
- *      time, or on when a lease ends.  So is_gathered is kept apart from residence: it is set by a gathering, and
- *      cleared on demand with the last use, under a plan when another chunk is gathered into the plan's blocks of
- *      this one - also where this rank has left the plan's placement for lack of memory, and keeps to its order: what
- *      it has no room for meanwhile is on the host (spill.c).
- *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
+ *   1. What begins a collective depends on the sequence of calls (units, backward nodes, leases
+ *      that are made, gradients, steps) and on the plan that the ranks share, which are the same on
+ *      all ranks; never on memory, on time, or on when a lease ends.  So is_gathered is kept apart
+ *      from residence: it is set by a gathering, and cleared on demand with the last use, under a
+ *      plan when another chunk is gathered into the plan's blocks of this one - also where this
+ *      rank has left the plan's placement for lack of memory, and keeps to its order: what it has
+ *      no room for meanwhile is on the host (spill.c).
+ *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those
+ *      calls.
  *   3. Gathered weights are pinned while anybody needs them: nobody evicts a transient piece. */
 #include "engine/engine_impl.h"
 #include "plan/ring.h"
@@ -111,7 +113,7 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
     GM_TRY(gm_ranks_check_joined(engine));
     GM_TRY(take_place(engine, chunk));
     bool is_shown = gm_chunks_pins(chunks, chunk, GM_GATHERED) > 0;
-    if (is_shown) { /* by leases: what was written through them is kept, and their readers come first */
+    if (is_shown) { /* by leases: what was written through them is kept, readers come first */
         GM_TRY(gm_watch_poll(engine));
         GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_GATHERED, engine->call.stream));
     }

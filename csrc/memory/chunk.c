@@ -1,17 +1,20 @@
-/* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the diagram and
- * chunk_impl.h for the fences.  Blocks and mapping are in block.c and place.c.
+/* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the
+ * diagram and chunk_impl.h for the fences.  Blocks and mapping are in block.c and place.c.
  *
- * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks are made 3, and the
- * chaos device 4)
+ * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks
+ * are made 3, and the chaos device 4)
  *   1. A block is free or owned by exactly one resident piece.
  *   2. A piece is resident (CLEAN, DIRTY) exactly when it owns as many blocks as its bytes need.
  *   3. n_blocks * block_bytes <= limit, except for what pins hold after the limit was lowered.
- *   4. A block is overwritten only behind the fences of its last owner: on a stream under a placement, on the host
- *      without one.
- *   5. A piece's bytes are right in exactly one place, or in both and equal (CLEAN), in the order of issue.
- *   6. Work never waits for work that is issued later: fences refer to the past, so streams cannot deadlock.
+ *   4. A block is overwritten only behind the fences of its last owner: on a stream under a
+ *      placement, on the host without one.
+ *   5. A piece's bytes are right in exactly one place, or in both and equal (CLEAN), in the order
+ *      of issue.
+ *   6. Work never waits for work that is issued later: fences refer to the past, so streams cannot
+ *      deadlock.
  *
- * The host waits in: wait_fence_on_host() and nowhere else in this file; counted in stats.n_host_waits. */
+ * The host waits in: wait_fence_on_host() and nowhere else in this file; counted in
+ * stats.n_host_waits. */
 #include "memory/chunk_impl.h"
 
 #include <string.h>
@@ -110,8 +113,8 @@ void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes, bool is_in)
 
 /* ---- fences ---- */
 
-/* An open fence is recorded now: later than the work that it stands for, which is safe, and close to it, because
- * those who need it are issued soon after. */
+/* An open fence is recorded now: later than the work that it stands for, which is safe, and close
+ * to it, because those who need it are issued soon after. */
 static gm_status close_fence(gm_chunks *chunks, fence *f)
 {
     if (f->is_open) {

@@ -1,4 +1,5 @@
-/* place.c - the placement of a plan: every piece's blocks for good, mapped once.  Invariants are in chunk.c.
+/* place.c - the placement of a plan: every piece's blocks for good, mapped once.  Invariants are in
+ * chunk.c.
  *
  * The host waits in: adopt, leave_placement. */
 #include <stdio.h>
@@ -88,8 +89,8 @@ static gm_status evict_others(gm_chunks *chunks, const gm_plan *plan)
     return GM_OK;
 }
 
-/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, others that will stay take those that they
- * show, the rest are free or new ones. */
+/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, others that will
+ * stay take those that they show, the rest are free or new ones. */
 static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t *physical,
                                uint32_t n)
 {

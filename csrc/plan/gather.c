@@ -1,17 +1,19 @@
 /* gather.c - when a pass gathers weights, and what it then asks of the shards.
  *
- * 1. Gathers are issued in the order of the uses they serve, each no later than its use and no earlier than the last
- *    use of what it overwrites has ended.  So no gather that is needed stands behind one that is not yet, and of
- *    reduces only those stand before it whose gradients were complete when it could begin.
- * 2. A chunk's gathered weights, once gathered in a pass, are gathered again only after their blocks were taken. */
+ * 1. Gathers are issued in the order of the uses they serve, each no later than its use and no
+ *    earlier than the last use of what it overwrites has ended.  So no gather that is needed stands
+ *    behind one that is not yet, and of reduces only those stand before it whose gradients were
+ *    complete when it could begin.
+ * 2. A chunk's gathered weights, once gathered in a pass, are gathered again only after their
+ *    blocks were taken. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "plan/plan_impl.h"
 #include "plan/ring.h"
 
-/* Gathers that are issued ahead of the use that needs one, where memory does not bind: at least so many, and so large a
- * part of all. */
+/* Gathers that are issued ahead of the use that needs one, where memory does not bind: at least so
+ * many, and so large a part of all. */
 #define AHEAD_LEAST 12u
 #define AHEAD_PART  16u
 
@@ -31,8 +33,8 @@ static bool is_updated_in_pass(const gm_plan *plan, const gm_plan_input *input,
            plan->class_of[c] == GM_CLASS_S2 && !plan->is_late[c];
 }
 
-/* The uses of the course's chunks without gathered weights, prolonged where an update on the device needs streamed
- * weights until the gradient's tick.  `latest` is scratch, (n_chunks,). */
+/* The uses of the course's chunks without gathered weights, prolonged where an update on the device
+ * needs streamed weights until the gradient's tick.  `latest` is scratch, (n_chunks,). */
 static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_course *course,
                     uint32_t *latest, gm_needs *out)
 {

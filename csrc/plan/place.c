@@ -1,8 +1,9 @@
 /* place.c - where every piece lives: blocks of its own, or a place in the ring of its kind.
  *
- * 1. Pieces that are in use in the same tick of any trace share no block.  A weight or a gradient for which that
- *    would happen in its ring is made resident.
- * 2. Blocks of different rings and of resident pieces are disjoint, and [0, n_blocks) is all of them. */
+ * 1. Pieces that are in use in the same tick of any trace share no block.  A weight or a gradient
+ *    for which that would happen in its ring is made resident.
+ * 2. Blocks of different rings and of resident pieces are disjoint, and [0, n_blocks) is all of
+ *    them. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,9 +1,11 @@
 /* schedule.c - which operations are issued at which tick of a trace.
  *
- * 1. A fetch into a ring is issued no earlier than the tick at which the last use of every piece that it overwrites
- *    has ended, and no later than the use that it serves.
- * 2. Every chunk with states has an update no later than its first use, and before any gradient of this pass grows.
- * 3. Operations of one tick go out in the order of gm_phase, those of one phase in the order of need. */
+ * 1. A fetch into a ring is issued no earlier than the tick at which the last use of every piece
+ *    that it overwrites has ended, and no later than the use that it serves.
+ * 2. Every chunk with states has an update no later than its first use, and before any gradient of
+ *    this pass grows.
+ * 3. Operations of one tick go out in the order of gm_phase, those of one phase in the order of
+ *    need. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -98,8 +100,8 @@ static bool is_in_ring(const gm_writer *w, uint32_t chunk, gm_piece piece)
     return place->length > 0 && !place->is_resident;
 }
 
-/* How many updates are issued ahead of the first use that needs one: enough for the rings and the host's workers to
- * be busy, few enough that a pass does not begin with all of them. */
+/* How many updates are issued ahead of the first use that needs one: enough for the rings and the
+ * host's workers to be busy, few enough that a pass does not begin with all of them. */
 static uint32_t lookahead(const gm_writer *w)
 {
     uint32_t n = 0, n_streamed = 0;
@@ -118,8 +120,8 @@ static uint32_t lookahead(const gm_writer *w)
     return ahead > 64 ? (held > 64 ? (uint32_t)held : 64) : (uint32_t)ahead;
 }
 
-/* Streamed weights that are not used by this pass, or, updated on the device, not by its forward: they borrow their
- * place for the update before anybody else comes. */
+/* Streamed weights that are not used by this pass, or, updated on the device, not by its forward:
+ * they borrow their place for the update before anybody else comes. */
 static bool is_passed_by(const gm_writer *w, uint32_t chunk)
 {
     const gm_course *course = w->course;
@@ -127,8 +129,9 @@ static bool is_passed_by(const gm_writer *w, uint32_t chunk)
     return w->first[chunk] >= end && is_in_ring(w, chunk, GM_WEIGHT);
 }
 
-/* When pending updates are issued in forward, before fetches are known: no later than the first use, and before
- * backward, where gradients that grow take the places of those that updates read. */
+/* When pending updates are issued in forward, before fetches are known: no later than the first
+ * use, and before backward, where gradients that grow take the places of those that updates
+ * read. */
 static void place_updates(gm_writer *w)
 {
     const gm_course *course = w->course;
@@ -225,7 +228,8 @@ static void write_refreshes(gm_writer *w)
     }
 }
 
-/* Of a chunk that is updated in forward the update is issued by then: updates come no later than the first use. */
+/* Of a chunk that is updated in forward the update is issued by then: updates come no later than
+ * the first use. */
 static void write_gathers(gm_writer *w)
 {
     for (uint32_t i = 0; i < w->needs.n_gathers; i++) {

@@ -1,14 +1,16 @@
-/* time.c - predicts a step: follows the schedules as the engine would, tick by tick, and lets sim.c say when
- * each copy, update and piece of compute would end.
+/* time.c - predicts a step: follows the schedules as the engine would, tick by tick, and lets sim.c
+ * say when each copy, update and piece of compute would end.
  *
- * 1. The engine's rules of order are these: a copy into blocks waits for the last reader and the copy home of what
- *    was there; a host update waits for its gradient, and a fetch for the host update; a device update waits for
- *    weights, states and gradient; a deferred update waits for the end of the last backward, which has the norm.
- *    A gather waits for the shard's weights and for the last reader of what was in its place, a use for its gather, a
- *    reduce for the last gradient; whoever reads the sum waits for the reduce.
+ * 1. The engine's rules of order are these: a copy into blocks waits for the last reader and the
+ *    copy home of what was there; a host update waits for its gradient, and a fetch for the host
+ *    update; a device update waits for weights, states and gradient; a deferred update waits for
+ *    the end of the last backward, which has the norm.  A gather waits for the shard's weights and
+ *    for the last reader of what was in its place, a use for its gather, a reduce for the last
+ *    gradient; whoever reads the sum waits for the reduce.
  * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy.
- * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first slices come in as soon
- *    as slots are free, the others once Adam has begun; each goes home behind Adam.
+ * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first
+ *    slices come in as soon as slots are free, the others once Adam has begun; each goes home
+ *    behind Adam.
  * 4. What is speculated is what the step does: no clip fires. */
 #include <stdlib.h>
 #include <string.h>
@@ -197,8 +199,9 @@ static double slice_work(const gm_replay *r, double n_slices, double bytes)
     return n_slices * bytes + (n_slices - 1) * SLICE_SECONDS * r->problem->input->rates.h2d;
 }
 
-/* Invariant 3.  Returns the end of Adam; *out_homed becomes that of the last copy home.  Speculation brings weights from
- * their home unless they are there, takes them out with the states, and waits for no norm. */
+/* Invariant 3.  Returns the end of Adam; *out_homed becomes that of the last copy home.
+ * Speculation brings weights from their home unless they are there, takes them out with the states,
+ * and waits for no norm. */
 static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds, bool is_speculation,
                               uint32_t *out_homed)
 {
@@ -487,7 +490,8 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     }
 }
 
-/* Follows one step.  Returns the seconds of passes that stand for several: to be added for the others. */
+/* Follows one step.  Returns the seconds of passes that stand for several: to be added for the
+ * others. */
 static void follow_step(gm_replay *r, gm_load *loads, uint32_t *ends, uint32_t *n_ends)
 {
     uint32_t n_followed = 0;
@@ -513,7 +517,8 @@ static void follow_step(gm_replay *r, gm_load *loads, uint32_t *ends, uint32_t *
     }
 }
 
-/* Seconds of copies one way: beside the host's Adam, the other way, both or neither, each at its own rate. */
+/* Seconds of copies one way: beside the host's Adam, the other way, both or neither, each at its
+ * own rate. */
 static double link_seconds(double bytes, double other, double host, const double rates[4])
 {
     double both = other < host ? other : host;
@@ -566,7 +571,8 @@ static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *l
     busy_seconds(rates, &all, &info->h2d_seconds, &info->d2h_seconds, &info->host_seconds);
     double busiest =
         most(all.compute, info->h2d_seconds, info->d2h_seconds, info->host_seconds, all.comm);
-    /* Updates fit only into a part of the step: the first forward and, if immediate, the last backward. */
+    /* Updates fit only into a part of the step: the first forward and, if immediate, the last
+     * backward. */
     info->bound_seconds = 0;
     for (int part = 0; part < 2; part++) {
         double in, out, host;
