@@ -1,12 +1,14 @@
-/* comm.c - the Python type Comm: one gm_comm, over NCCL or over a transport that is written in Python.
+/* comm.c - the Python type Comm: one gm_comm, over NCCL or over a transport that is written in
+ * Python.
  *
- * The GIL is released around every call: a collective may wait for other ranks, and the transport's functions
- * take it back.  Numbers of calls inside are counted under the GIL, so that close() on one thread lets a
- * collective on another come back first.
+ * The GIL is released around every call: a collective may wait for other ranks, and the transport's
+ * functions take it back.  Numbers of calls inside are counted under the GIL, so that close() on
+ * one thread lets a collective on another come back first.
  *
- * A transport in Python wants the GIL inside a collective, on the thread that issues or runs it: whoever calls the
- * core's functions of a communicator, and whoever waits for a lock that is held around them, must not hold the GIL.
- * Debug builds assert the first, which is what makes the second possible. */
+ * A transport in Python wants the GIL inside a collective, on the thread that issues or runs it:
+ * whoever calls the core's functions of a communicator, and whoever waits for a lock that is held
+ * around them, must not hold the GIL.  Debug builds assert the first, which is what makes the
+ * second possible. */
 #include "binding/comm.h"
 
 #include <stdio.h>
@@ -61,7 +63,8 @@ static void take_exception(PyObject **cause, char *why, size_t why_bytes)
     Py_XDECREF(earlier);
 }
 
-/* For a thread that may be inside locks of the core: with the GIL it would have held up whoever waits for those. */
+/* For a thread that may be inside locks of the core: with the GIL it would have held up whoever
+ * waits for those. */
 static PyGILState_STATE take_gil(void)
 {
     PyGILState_STATE state = PyGILState_Ensure();
@@ -156,7 +159,8 @@ static PyObject *end(comm *self, gm_status status)
     return result;
 }
 
-/* Returns from a method with what a call of the communicator, named c in it, comes to without the GIL. */
+/* Returns from a method with what a call of the communicator, named c in it, comes to without the
+ * GIL. */
 #define RETURN_CALL(self, c, call) \
     do {                           \
         gm_status status;          \
@@ -259,8 +263,8 @@ static PyObject *comm_is_over(comm *self, PyObject *Py_UNUSED(unused))
     return PyBool_FromLong(is_over);
 }
 
-/* `abort` in Python; nothing after close(). */
-static PyObject *comm_stop(comm *self, PyObject *args)
+/* Nothing after close(). */
+static PyObject *comm_abort(comm *self, PyObject *args)
 {
     const char *reason;
     GM_PY_TRY(PyArg_ParseTuple(args, "s:abort", &reason));
@@ -391,24 +395,21 @@ static PyObject *comm_paper(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* ---- the type ---- */
 
+#define COMM_METHOD(name, flags, doc) GM_PY_METHOD(#name, comm_##name, METH_##flags, doc)
+
 static PyMethodDef comm_methods[] = {
-    {"all_gather", (PyCFunction)comm_all_gather, METH_VARARGS, "(address, shard_bytes, stream)"},
-    {"reduce_scatter", (PyCFunction)comm_reduce_scatter, METH_VARARGS,
-     "(address, shard_count, dtype, stream)"},
-    {"all_reduce", (PyCFunction)comm_all_reduce, METH_VARARGS,
-     "(address, count, dtype, op, stream)"},
-    {"agree", (PyCFunction)comm_agree, METH_VARARGS,
-     "(stream): are the ranks' collectives the same?"},
-    {"label", (PyCFunction)comm_label, METH_VARARGS, "(label): of the collectives from here on."},
-    {"name_ranks", (PyCFunction)comm_name_ranks, METH_VARARGS,
-     "(names, n): rank r is names[r] of n."},
-    {"history", (PyCFunction)comm_history, METH_NOARGS, "The last 512: [(number, words)]."},
-    {"calls", (PyCFunction)comm_calls, METH_NOARGS, "(how many so far, a hash of them)."},
-    {"is_over", (PyCFunction)comm_is_over, METH_NOARGS,
-     "Whether nothing that was issued is under way any more."},
-    {"check", (PyCFunction)comm_check, METH_NOARGS, "Raises the first failure, if there is one."},
-    {"abort", (PyCFunction)comm_stop, METH_VARARGS, "(reason): ends it, here and for the others."},
-    {"close", (PyCFunction)comm_close, METH_NOARGS, "Waits for what is issued, and frees it."},
+    COMM_METHOD(all_gather, VARARGS, "(address, shard_bytes, stream)"),
+    COMM_METHOD(reduce_scatter, VARARGS, "(address, shard_count, dtype, stream)"),
+    COMM_METHOD(all_reduce, VARARGS, "(address, count, dtype, op, stream)"),
+    COMM_METHOD(agree, VARARGS, "(stream): are the ranks' collectives the same?"),
+    COMM_METHOD(label, VARARGS, "(label): of the collectives from here on."),
+    COMM_METHOD(name_ranks, VARARGS, "(names, n): rank r is names[r] of n."),
+    COMM_METHOD(history, NOARGS, "The last 512: [(number, words)]."),
+    COMM_METHOD(calls, NOARGS, "(how many so far, a hash of them)."),
+    COMM_METHOD(is_over, NOARGS, "Whether nothing that was issued is under way any more."),
+    COMM_METHOD(check, NOARGS, "Raises the first failure, if there is one."),
+    COMM_METHOD(abort, VARARGS, "(reason): ends it, here and for the others."),
+    COMM_METHOD(close, NOARGS, "Waits for what is issued, and frees it."),
     {NULL, NULL, 0, NULL},
 };
 

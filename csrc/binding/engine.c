@@ -125,54 +125,83 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
     return *out ? 0 : -1;
 }
 
+/* What Core takes, each once: its format for PyArg_Parse, its type and its name. */
+#define GM_CORE_REQUIRED(X)            \
+    X("i", int, ordinal)               \
+    X("O", PyObject *, params)         \
+    X("O", PyObject *, unit_params)    \
+    X("O", PyObject *, unit_begin)     \
+    X("O", PyObject *, unit_names)     \
+    X("n", Py_ssize_t, chunk_bytes)    \
+    X("n", Py_ssize_t, block_bytes)    \
+    X("n", Py_ssize_t, device_budget)  \
+    X("n", Py_ssize_t, host_budget)    \
+    X("i", int, policy)                \
+    X("p", int, is_grad_f32)           \
+    X("I", unsigned, threads)          \
+    X("n", Py_ssize_t, external_bytes) \
+    X("O", PyObject *, rates)          \
+    X("d", double, state_share)        \
+    X("n", Py_ssize_t, slack_bytes)    \
+    X("p", int, is_tuned)
+#define GM_CORE_OPTIONAL(X)          \
+    X("O", PyObject *, shard_comm)   \
+    X("O", PyObject *, replica_comm) \
+    X("d", double, gather_rate)      \
+    X("d", double, reduce_rate)      \
+    X("p", int, is_paper)            \
+    X("n", Py_ssize_t, host_bytes)   \
+    X("n", Py_ssize_t, host_limit)   \
+    X("K", unsigned long long, host_device)
+
+#define FORMAT(format, type, name) format
+#define NAME(format, type, name)   #name,
+#define FIELD(format, type, name)  type name;
+#define TARGET(format, type, name) , &out->name
+
+typedef struct core_options {
+    GM_CORE_REQUIRED(FIELD) GM_CORE_OPTIONAL(FIELD)
+} core_options;
+
+static int parse_options(PyObject *args, PyObject *kwargs, core_options *out)
+{
+    static char *names[] = {GM_CORE_REQUIRED(NAME) GM_CORE_OPTIONAL(NAME) NULL};
+    return PyArg_ParseTupleAndKeywords(args, kwargs,
+                                       GM_CORE_REQUIRED(FORMAT) "|" GM_CORE_OPTIONAL(FORMAT),
+                                       names GM_CORE_REQUIRED(TARGET) GM_CORE_OPTIONAL(TARGET));
+}
+
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",        "params",      "unit_params",  "unit_begin",
-                            "unit_names",     "chunk_bytes", "block_bytes",  "device_budget",
-                            "host_budget",    "policy",      "is_grad_f32",  "threads",
-                            "external_bytes", "rates",       "state_share",  "slack_bytes",
-                            "is_tuned",       "shard_comm",  "replica_comm", "gather_rate",
-                            "reduce_rate",    "is_paper",    "host_bytes",   "host_limit",
-                            "host_device",    NULL};
-    PyObject *params, *unit_params, *unit_begin, *unit_names;
-    int ordinal, policy, is_grad_f32, is_tuned, is_paper = 0;
-    unsigned int threads;
-    Py_ssize_t chunk_bytes, block_bytes, device_budget, host_budget, external_bytes, slack_bytes,
-        host_bytes = -1, host_limit = -1;
-    unsigned long long host_device = 0;
-    double state_share;
+    core_options o = {
+        .shard_comm = Py_None, .replica_comm = Py_None, .host_bytes = -1, .host_limit = -1};
     gm_rates rates = {0};
-    PyObject *figures, *shard_comm = Py_None, *replica_comm = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iOOOOnnnnipInOdnp|OOddpnnK", names, &ordinal, &params, &unit_params,
-            &unit_begin, &unit_names, &chunk_bytes, &block_bytes, &device_budget, &host_budget,
-            &policy, &is_grad_f32, &threads, &external_bytes, &figures, &state_share, &slack_bytes,
-            &is_tuned, &shard_comm, &replica_comm, &rates.gather, &rates.reduce, &is_paper,
-            &host_bytes, &host_limit, &host_device) ||
-        gm_py_rates_parse(figures, &rates) < 0) {
+    if (!parse_options(args, kwargs, &o) || gm_py_rates_parse(o.rates, &rates) < 0) {
         return NULL;
     }
+    rates.gather = o.gather_rate;
+    rates.reduce = o.reduce_rate;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     core *self = (core *)allocate(type, 0);
     gm_engine_options options = {
-        .chunk_bytes = (size_t)chunk_bytes,
-        .device_budget = device_budget < 0 ? SIZE_MAX : (size_t)device_budget,
-        .host_budget = host_budget < 0 ? SIZE_MAX : (size_t)host_budget,
-        .host_limit = host_limit < 0 ? SIZE_MAX : (size_t)host_limit,
-        .policy = (gm_policy)policy,
-        .is_grad_f32 = is_grad_f32,
+        .chunk_bytes = (size_t)o.chunk_bytes,
+        .device_budget = o.device_budget < 0 ? SIZE_MAX : (size_t)o.device_budget,
+        .host_budget = o.host_budget < 0 ? SIZE_MAX : (size_t)o.host_budget,
+        .host_limit = o.host_limit < 0 ? SIZE_MAX : (size_t)o.host_limit,
+        .policy = (gm_policy)o.policy,
+        .is_grad_f32 = o.is_grad_f32,
         .rates = rates,
-        .state_share = state_share,
-        .slack_bytes = (size_t)slack_bytes,
-        .is_tuned = is_tuned,
+        .state_share = o.state_share,
+        .slack_bytes = (size_t)o.slack_bytes,
+        .is_tuned = o.is_tuned,
     };
     size_t n_params = 0, n_ids, n_begins = 0, n_names = 0;
     gm_engine_param *table =
-        self ? gm_py_array(params, sizeof *table, parse_param, &n_params) : NULL;
-    uint32_t *ids = table ? gm_py_ids(unit_params, &n_ids) : NULL;
-    uint32_t *begins = ids ? gm_py_ids(unit_begin, &n_begins) : NULL;
+        self ? gm_py_array(o.params, sizeof *table, parse_param, &n_params) : NULL;
+    uint32_t *ids = table ? gm_py_ids(o.unit_params, &n_ids) : NULL;
+    uint32_t *begins = ids ? gm_py_ids(o.unit_begin, &n_begins) : NULL;
     const char **of_units =
-        begins ? gm_py_array(unit_names, sizeof *of_units, parse_name, &n_names) : NULL;
+        begins ? gm_py_array(o.unit_names, sizeof *of_units, parse_name, &n_names) : NULL;
     size_t n_units = n_begins ? n_begins - 1 : 0;
     if (of_units && n_names != n_units) {
         PyErr_Format(PyExc_ValueError, "%zu names for %zu units", n_names, n_units);
@@ -184,17 +213,17 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     options.n_units = (uint32_t)n_units;
     options.unit_names = of_units;
     bool is_made = of_units && n_names == n_units &&
-                   make_outside(self, is_paper ? -1 : ordinal, external_bytes) == 0 &&
-                   take_workers(self, threads, &options.workers) == 0 &&
-                   take_comm(self, 0, shard_comm, &options.shard_comm) == 0 &&
-                   take_comm(self, 1, replica_comm, &options.replica_comm) == 0;
+                   make_outside(self, o.is_paper ? -1 : o.ordinal, o.external_bytes) == 0 &&
+                   take_workers(self, o.threads, &options.workers) == 0 &&
+                   take_comm(self, 0, o.shard_comm, &options.shard_comm) == 0 &&
+                   take_comm(self, 1, o.replica_comm, &options.replica_comm) == 0;
     if (is_made) {
         self->n_params = options.n_params;
         gm_status status;
-        GM_NO_GIL(status = make_engine(self, &options, ordinal, is_paper,
-                                       host_bytes < 0 ? SIZE_MAX : (size_t)host_bytes,
-                                       (size_t)block_bytes,
-                                       (gm_library_device_new *)(uintptr_t)host_device));
+        GM_NO_GIL(status = make_engine(self, &options, o.ordinal, o.is_paper,
+                                       o.host_bytes < 0 ? SIZE_MAX : (size_t)o.host_bytes,
+                                       (size_t)o.block_bytes,
+                                       (gm_library_device_new *)(uintptr_t)o.host_device));
         is_made = status == GM_OK || gm_py_raise(status);
     }
     free(table);
@@ -204,8 +233,9 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return gm_py_unless((PyObject *)self, !is_made);
 }
 
-/* The engine's memory outlives this as long as tensors show it (leases hold references); with it must live
- * its workers and `outside`, which is why both are freed only with the object and never used after close. */
+/* The engine's memory outlives this as long as tensors show it (leases hold references); with it
+ * must live its workers and `outside`, which is why both are freed only with the object and never
+ * used after close. */
 static void core_release(core *self)
 {
     if (self->engine) {
@@ -282,8 +312,8 @@ static PyObject *core_part(core *self, PyObject *const *args, Py_ssize_t n_args)
                            : gm_py_raise(status);
 }
 
-/* With the GIL, as it waits for nothing: it is asked of every parameter in a step, and another thread that wants the GIL
- * would get it each time. */
+/* With the GIL, as it waits for nothing: it is asked of every parameter in a step, and another
+ * thread that wants the GIL would get it each time. */
 static PyObject *core_has_grad(core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     unsigned long long v[1];

@@ -25,8 +25,7 @@
 typedef struct outer {
     unsigned long thread;
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    /* torch's checkpointing: it is to see no weights, whose memory it would keep.  It computes again what was saved, of
-     * the weights that there are then. */
+    /* torch's checkpointing: it is to see no weights, whose memory it would keep. */
     bool is_blind;
 } outer;
 
@@ -242,8 +241,7 @@ static int is_of_parameter(const gm_py_slot *slot, PyObject *tensor)
     return base ? base == slot->parameter : -1;
 }
 
-/* The place, never the tensor: that would keep its storage, and with it the chunk, until backward.  is_latest: of the
- * weights when it is unpacked. */
+/* The place, never the tensor: that would keep its storage, and with it the chunk, until backward. */
 static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address, bool is_latest)
 {
     gm_py_slot *slot = slot_at(net, address);
@@ -256,7 +254,7 @@ static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address, bo
         self->shape = PyObject_GetAttr(tensor, gm_torch.s_shape);
         self->stride = PyObject_CallMethodObjArgs(tensor, gm_torch.s_stride, NULL);
         self->dtype = PyObject_GetAttr(tensor, gm_torch.s_dtype);
-        self->content = is_latest ? NULL : Py_XNewRef(slot->content);
+        self->content = is_latest ? NULL : Py_XNewRef(slot->content); /* of when it is unpacked */
         int is_conj = gm_py_is_true(PyObject_CallMethodObjArgs(tensor, gm_torch.s_is_conj, NULL));
         int is_neg = gm_py_is_true(PyObject_CallMethodObjArgs(tensor, gm_torch.s_is_neg, NULL));
         self->is_conj = is_conj > 0;
@@ -527,10 +525,9 @@ static int pop_one(gm_py_net *net)
 {
     outer frame;
     gm_frames_pop(&net->outers, &frame);
-    PyObject *done = PyObject_CallNoArgs(gm_torch.pop_hooks);
-    Py_XDECREF(done);
+    int result = gm_py_done(PyObject_CallNoArgs(gm_torch.pop_hooks));
     release_outer(&frame);
-    return done ? 0 : -1;
+    return result;
 }
 
 size_t gm_py_net_depth(const gm_py_net *net)

@@ -28,35 +28,28 @@ static PyObject *by_class(const size_t *values)
     return gm_py_unless(dict, failed);
 }
 
+/* What Python has of gm_plan_info under the same names. */
+#define GM_PLAN_SECONDS(X)                                                                \
+    X(step_seconds), X(compute_seconds), X(h2d_seconds), X(d2h_seconds), X(host_seconds), \
+        X(bound_seconds), X(comm_seconds)
+#define GM_PLAN_COUNTS(X)                                                                        \
+    X(device_bytes), X(h2d_bytes), X(d2h_bytes), X(n_blocks), X(weight_ring_bytes),              \
+        X(state_ring_bytes), X(grad_ring_bytes), X(resident_grad_bytes), X(gathered_ring_bytes), \
+        X(kept_gathered_bytes), X(unreduced_ring_bytes), X(n_kept), X(n_speculated),             \
+        X(spare_bytes), X(prefetch), X(n_ops), X(hash)
+
 PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
 {
     const gm_plan_info *info = gm_plan_get_info(plan);
-    const gm_py_figure doubles[] = {
-        {"step_seconds", info->step_seconds}, {"compute_seconds", info->compute_seconds},
-        {"h2d_seconds", info->h2d_seconds},   {"d2h_seconds", info->d2h_seconds},
-        {"host_seconds", info->host_seconds}, {"bound_seconds", info->bound_seconds},
-        {"comm_seconds", info->comm_seconds}, {"gather_rate", info->rates.gather},
-        {"reduce_rate", info->rates.reduce},
-    };
-    const gm_py_count sizes[] = {
-        {"device_bytes", info->device_bytes},
-        {"h2d_bytes", info->h2d_bytes},
-        {"d2h_bytes", info->d2h_bytes},
-        {"n_blocks", info->n_blocks},
-        {"weight_ring_bytes", info->weight_ring_bytes},
-        {"state_ring_bytes", info->state_ring_bytes},
-        {"grad_ring_bytes", info->grad_ring_bytes},
-        {"resident_grad_bytes", info->resident_grad_bytes},
-        {"gathered_ring_bytes", info->gathered_ring_bytes},
-        {"kept_gathered_bytes", info->kept_gathered_bytes},
-        {"unreduced_ring_bytes", info->unreduced_ring_bytes},
-        {"n_kept", info->n_kept},
-        {"n_speculated", info->n_speculated},
-        {"spare_bytes", info->spare_bytes},
-        {"prefetch", info->prefetch},
-        {"n_ops", info->n_ops},
-        {"hash", info->hash},
-    };
+#define ROW(name)         \
+    {                     \
+        #name, info->name \
+    }
+    const gm_py_figure doubles[] = {GM_PLAN_SECONDS(ROW),
+                                    {"gather_rate", info->rates.gather},
+                                    {"reduce_rate", info->rates.reduce}};
+    const gm_py_count sizes[] = {GM_PLAN_COUNTS(ROW)};
+#undef ROW
     size_t counts[GM_N_CLASSES], frozen[GM_N_CLASSES];
     for (int i = 0; i < GM_N_CLASSES; i++) {
         counts[i] = info->n_of_class[i];
@@ -77,8 +70,8 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
     return gm_py_unless(dict, failed);
 }
 
-/* {"weight": "CLEAN", "state": "HOME", ..., "uses", "trained", "gradients", "pending"}; pieces without bytes are not
- * in it. */
+/* {"weight": "CLEAN", "state": "HOME", ..., "uses", "trained", "gradients", "pending"}; pieces
+ * without bytes are not in it. */
 PyObject *gm_py_chunk(const gm_engine_chunk *chunk)
 {
     const gm_py_count counts[] = {
@@ -109,8 +102,8 @@ static PyObject *memory_of(const gm_log_memory *memory)
     return gm_py_unless(dict, !dict || gm_py_put_counts(dict, sizes, GM_PY_N(sizes)) < 0);
 }
 
-/* Of a tick: kind, stream, tick, tick_kind, id, start, work, end, device (bytes by class), host (bytes).
- * Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
+/* Of a tick: kind, stream, tick, tick_kind, id, start, work, end, device (bytes by class), host
+ * (bytes).  Of all else: kind, stream, tick, chunk, piece, bytes, start, end.  Seconds. */
 static PyObject *entry_dict(const gm_log_entry *entry)
 {
     const gm_py_figure times[] = {{"start", entry->start}, {"end", entry->end}};

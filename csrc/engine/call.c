@@ -45,7 +45,7 @@ gm_status gm_call_begin(gm_engine *engine)
                            : GM_FAIL(engine->dead, "the engine is closed by an earlier error: %s",
                                      engine->dead_text);
     if (status != GM_OK) {
-        gm_saving_unlock(engine);
+        gm_engine_unlock(engine);
     }
     return status;
 }
@@ -62,7 +62,7 @@ gm_status gm_call_end(gm_engine *engine, gm_status status)
 #ifdef GM_DEBUG /* after an error, too: nothing is half done */
     GM_ASSERT(engine->dead != GM_OK || gm_check_state(engine) == GM_OK);
 #endif
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
     return status;
 }
 
@@ -83,7 +83,7 @@ bool gm_engine_salvage(gm_engine *engine, char *text, size_t size)
     if (joined != GM_OK) { /* nobody asks for it any more */
         gm_ranks_leave(engine);
     }
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
     return was_dead;
 }
 

@@ -56,4 +56,7 @@
     X(double, host_pin_seconds,                                                       \
       engine->arena_seconds + table.home_seconds + engine->speculation.seconds)       \
     /* of the host, for device memory: making, mapping, giving back */                \
-    X(double, mapping_seconds, table.mapping_seconds)
+    X(double, mapping_seconds, table.mapping_seconds)                                 \
+    /* of the plan's step, for the device alone; 0: there is no plan */               \
+    X(double, planned_compute_seconds,                                                \
+      engine->room.plan ? gm_plan_get_info(engine->room.plan)->compute_seconds : 0)

@@ -35,6 +35,22 @@ size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece 
     return gm_round_up(gm_engine_piece_bytes(engine, chunk, piece), engine->device->block_bytes);
 }
 
+void gm_engine_lock(gm_engine *engine)
+{
+    pthread_mutex_lock(&engine->lock);
+}
+
+/* The only place that lets the lock go: the thread that writes a checkpoint may wait for that (saving.c). */
+void gm_engine_unlock(gm_engine *engine)
+{
+    pthread_mutex_unlock(&engine->lock);
+    if (atomic_load(&engine->saving.is_on)) {
+        pthread_mutex_lock(&engine->saving.lock);
+        pthread_cond_broadcast(&engine->saving.changed);
+        pthread_mutex_unlock(&engine->saving.lock);
+    }
+}
+
 uintptr_t gm_engine_address(const gm_engine *engine, uint32_t id)
 {
     const gm_param *p = &engine->params[id];

@@ -4,7 +4,8 @@
  * Ownership: the engine is counted.  Its maker holds one reference; every tensor that shows engine memory
  * holds one through a lease, so that memory outlives the last tensor that can read it.
  * Threads: any thread may call; a mutex admits one at a time.  gm_lease_end() may come from any thread at
- * any moment (a tensor's deleter) and takes no lock.
+ * any moment (a tensor's deleter) and takes no lock.  gm_engine_has_grad, gm_engine_sums and gm_engine_n_touched take
+ * none, either: they are for the threads that bring gradients and touch, and say what these have done.
  *
  * Above the length budget because it is the whole face of the engine, and what is behind it is one lock. */
 #pragma once
@@ -171,11 +172,10 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint
                          uint64_t n, gm_dtype source, const void *src, gm_stream stream);
 
 /* A checkpoint that is written while training goes on, by one thread: weights, masters and moments of `params` as they are
- * at the begin, after the updates that wait.  What changes before it has been written is kept: an update of a
- * chunk with a spare goes there, everything else is copied first.  Copies take at most `limit` bytes, or one chunk's; then
- * whoever changes a chunk waits for the writer.
+ * at the begin, after the updates that wait.  A chunk that changes before it has been written is copied first.  Copies
+ * take at most `limit` bytes, or one chunk's; then a thread that is to change a chunk waits for the writer.
  * read: as gm_engine_read, of elements of this rank's part; *out false: nothing was read, save_next's chunk comes first.
- * next: a chunk that is kept, or UINT32_MAX.  done: all of the chunk has been read.  end: always, also after an error.
+ * next: a chunk that has a copy, or UINT32_MAX.  done: all of the chunk has been read.  end: always, also after an error.
  * An error of read, done and end says why the checkpoint is of no use; training is not concerned. */
 typedef struct gm_saving_use {
     uint64_t copied;  /* bytes, so far */
@@ -258,7 +258,7 @@ typedef struct gm_engine_chunk {
 void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out);
 /* The plan that is followed, or NULL; valid until the next call that may plan or run out of memory. */
 const gm_plan *gm_engine_plan(const gm_engine *engine);
-/* Between the two no call of another thread changes the plan. */
+/* Around reading what other threads' calls change, the plan among it. */
 void gm_engine_lock(gm_engine *engine);
 void gm_engine_unlock(gm_engine *engine);
 /* Logs from now on what is done and when it runs; the log is the caller's at the end, also when that fails

@@ -196,7 +196,7 @@ typedef struct gm_weights {
     /* With more ranks than one: the plan that orders collectives.  It is the plan that is followed, unless this rank had
      * to leave that. */
     gm_plan *collectives;
-    uint32_t *owners; /* (its blocks,) chunk whose gathered weights are there, or GM_NO_CHUNK */
+    uint32_t *owners; /* (its blocks,) chunk whose gathered weights are there, or GM_NO_OWNER */
 } gm_weights;
 
 typedef struct gm_gradients {
@@ -499,8 +499,6 @@ gm_status gm_ranks_sum(gm_engine *engine, gm_stream stream);
 /* saving.c */
 gm_status gm_saving_new(gm_engine *engine);
 void gm_saving_free(gm_engine *engine);
-/* Unlocks the engine, for which the writer of a checkpoint may wait. */
-void gm_saving_unlock(gm_engine *engine);
 /* The chunks of these parameters are due, as they are now. */
 gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n, size_t limit);
 void gm_saving_done(gm_engine *engine, uint32_t chunk);    /* it has been written */
@@ -509,21 +507,15 @@ gm_status gm_saving_check(gm_engine *engine);              /* why it cannot be r
 /* Before weights or states of the chunk change: copies them if they are still to be written.  May wait for the writer. */
 gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk);
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
-/* Instead of keep, of a chunk that is wanted and whose update goes to its spare: waits for its home before, and after home
- * and spare have changed places the writer has the spare, until it has written it. */
-bool gm_saving_wants(gm_engine *engine, uint32_t chunk);
-gm_status gm_saving_settle(gm_engine *engine, uint32_t chunk);
-gm_status gm_saving_note_spare(gm_engine *engine, uint32_t chunk);
-bool gm_saving_has_spare(gm_engine *engine, uint32_t chunk);
 /* The same after the weight has changed on the device, as long as its chunk's state does not say so yet. */
 gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param);
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
 /* For the writer alone, without the engine's lock (as gm_engine_save_next): how it gets at a chunk.  It waits for the
- * engine's lock as long as no chunk is kept, and has to unlock it then. */
+ * engine's lock as long as no chunk has a copy, and has to unlock it then. */
 typedef enum gm_saving_way {
     GM_SAVING_LOCKED,
-    GM_SAVING_KEPT,
-    GM_SAVING_OTHERS_FIRST, /* those that are kept: somebody may wait for that with the lock */
+    GM_SAVING_COPIED,
+    GM_SAVING_OTHERS_FIRST, /* those that have copies: a thread with the lock may wait for their memory */
 } gm_saving_way;
 gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
                           const uint8_t **out_weights, const uint8_t **out_states);
@@ -664,14 +656,12 @@ void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk); /* its ran
 gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk); /* that runs now; NULL: none */
 void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);
 bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk); /* of the bytes there are */
+void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Whether this task would give the result that there is. */
 bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);
-void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
-/* Instead of the task, *out true; else there is no result any more. */
-void gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
-void gm_speculation_flip(gm_engine *engine, uint32_t chunk); /* home and spare change places */
-/* Whether this task's bytes are in the spare already, or may be written there now. */
-bool gm_speculation_fits(const gm_engine *engine, uint32_t chunk, const gm_task *task);
+/* Whether there was a result of this task, and home and spare have changed places: it is not to run.  There is no
+ * result any more. */
+bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_forget(gm_engine *engine);
 
 /* update.c */

@@ -34,7 +34,7 @@ static void engine_free(gm_engine *engine)
     if (engine->clip.stream) { /* it copies words home, and has tasks, too */
         (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     }
-    gm_saving_free(engine); /* what it has of the chunks goes back */
+    gm_saving_free(engine);
     gm_chunks_free(engine->chunks);
     if (engine->weights.collectives != engine->room.plan) {
         gm_plan_free(engine->weights.collectives);
@@ -79,14 +79,14 @@ void gm_engine_finish_updates(gm_engine *engine)
     pthread_mutex_lock(&engine->lock);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
 }
 
 void gm_engine_leave_ranks(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
     gm_ranks_leave(engine);
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
 }
 
 void gm_engine_ref(gm_engine *engine)

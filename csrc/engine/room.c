@@ -126,7 +126,7 @@ void gm_engine_refusal(gm_engine *engine, char *text, size_t size)
 {
     pthread_mutex_lock(&engine->lock);
     snprintf(text, size, "%s", engine->room.refusal);
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
 }
 
 bool gm_engine_reserve(gm_engine *engine, size_t bytes)
@@ -143,7 +143,7 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
         gm_status status = gm_chunks_set_limit(engine->chunks, limit - bytes, &held);
         has_room = note_refusal(engine, status, held <= limit - bytes);
     }
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
     return has_room;
 }
 
@@ -159,6 +159,6 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
                              : status;
     bool is_done = note_refusal(engine, status, held < before);
     engine->room.shed_limit = held;
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
     return is_done;
 }

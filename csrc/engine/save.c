@@ -43,8 +43,8 @@ gm_status gm_engine_save_begin(gm_engine *engine, const uint32_t *params, uint32
     return gm_call_end(engine, status);
 }
 
-/* Elements [first, first + n) of the part, out of what is kept of its chunk. */
-static void read_kept(const gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
+/* Elements [first, first + n) of the part, out of the copy of its chunk. */
+static void read_copy(const gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
                       uint64_t n, const uint8_t *weights, const uint8_t *states, void *dst)
 {
     gm_slice s = gm_field_slice(engine, p, field);
@@ -90,11 +90,11 @@ gm_status gm_engine_save_read(gm_engine *engine, uint32_t id, gm_field field, ui
     const uint8_t *weights, *states;
     GM_TRY(gm_saving_reach(engine, p->place.chunk, &way, &weights, &states));
     gm_status status = GM_OK;
-    if (way == GM_SAVING_KEPT) { /* which only this thread drops */
-        read_kept(engine, p, field, first, n, weights, states, dst);
+    if (way == GM_SAVING_COPIED) { /* which only this thread drops */
+        read_copy(engine, p, field, first, n, weights, states, dst);
     } else if (way == GM_SAVING_LOCKED) {
         status = read_locked(engine, p, field, first, n, dst);
-        gm_saving_unlock(engine);
+        gm_engine_unlock(engine);
     }
     *out = status == GM_OK && way != GM_SAVING_OTHERS_FIRST;
     return status;

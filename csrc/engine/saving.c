@@ -1,24 +1,23 @@
-/* saving.c - a checkpoint that is written while training goes on: a chunk that is still to be written is kept before
- * its weights or states change.  It is copied, or an update leaves it where it is and writes to the chunk's spare.
+/* saving.c - a checkpoint that is written while training goes on: a chunk that is still to be
+ * written is copied before its weights or states change.
  *
  * Invariants
- *   1. While a chunk is due its weights and states are those of gm_saving_begin, or it is kept, as they were then:
- *      whatever changes them calls gm_saving_keep first, or gm_saving_settle and, when home and spare have changed
- *      places, gm_saving_note_spare.  So the writer, who reads a chunk under the engine's lock unless it is kept,
- *      cannot see a later byte.  Who would write to a spare asks gm_saving_has_spare.
- *   2. Copies take no more than `limit` bytes, or one chunk's if that is larger, beside what gm_saving_keep_at_once
- *      makes.  Whoever wants to change another chunk waits until the writer, who begins with these, has written one
- *      that has a copy.  It may hold the engine's lock: the writer needs that for no chunk that is kept, and waits for
- *      no rank.
- *   3. A unit or a tensor on the device may write weights before anybody is told.  Where their home still has the old
- *      bytes, these are copied.  Where it has not, the checkpoint fails by name, and from the next one on the chunk is
- *      copied at the beginning.
- *   4. What is kept beside a spare is lent (chunk.h): the table refuses to change it.  What is not due is refused to the
- *      writer.
- *   5. Between gm_saving_end and the next begin nothing is due or kept, but for one that a keeper is
- *      making: it drops that itself.
+ *   1. While a chunk is due its weights and states are those of gm_saving_begin, or it has a copy
+ *      of them: whatever changes them calls gm_saving_keep first.  So the writer, which reads a
+ *      chunk under the engine's lock unless it has a copy, cannot see a later byte.
+ *   2. Copies take no more than `limit` bytes, or one chunk's if that is larger, beside what
+ *      gm_saving_keep_at_once makes.  A thread that is to change another chunk waits until the
+ *      writer, which begins with these, has written one that has a copy.  It may hold the engine's
+ *      lock: the writer needs that for no copy, and waits for no rank.
+ *   3. A unit or a tensor on the device may write weights before anybody is told.  Where their home
+ *      still has the old bytes, these are copied.  Where it has not, the checkpoint fails by name,
+ *      and from the next one on the chunk is copied at the beginning.
+ *   4. What is not due is refused to the writer.
+ *   5. Between gm_saving_end and the next begin nothing is due or has a copy, but for one that
+ *      gm_saving_keep is making: it drops that itself.
  *
- * `lock` comes after the engine's lock; who holds it takes that only by trying.  The host waits in: gm_saving_keep, gm_saving_settle. */
+ * `lock` comes after the engine's lock; a thread that holds it takes that only by trying.  The host
+ * waits in: gm_saving_keep. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
@@ -26,9 +25,8 @@
 
 typedef struct gm_saved {
     /* Huge pages, first touched by all workers: half a checkpoint may be copied in one step. */
-    gm_arena *copy;
-    const uint8_t *weights, *states; /* what is kept, in `copy` or in the chunk's spare; or NULL */
-    bool is_due;                     /* the writer has not written all of it */
+    gm_arena *copy;      /* of the weights and, at state_offset, the states; NULL: none */
+    bool is_due;         /* the writer has not written all of it */
     bool was_read_dirty; /* from the device alone, while somebody used the weights there */
     bool is_unseen;      /* weights changed once before anybody was told: see invariant 3 */
 } saved;
@@ -52,16 +50,6 @@ void gm_saving_free(gm_engine *engine)
     free(engine->saving.chunks);
     pthread_cond_destroy(&engine->saving.changed);
     pthread_mutex_destroy(&engine->saving.lock);
-}
-
-void gm_saving_unlock(gm_engine *engine)
-{
-    pthread_mutex_unlock(&engine->lock);
-    if (atomic_load(&engine->saving.is_on)) {
-        pthread_mutex_lock(&engine->saving.lock);
-        pthread_cond_broadcast(&engine->saving.changed);
-        pthread_mutex_unlock(&engine->saving.lock);
-    }
 }
 
 gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n, size_t limit)
@@ -88,30 +76,21 @@ static size_t copy_bytes(const gm_engine *engine, uint32_t chunk)
     return state_offset(engine, chunk) + gm_engine_piece_bytes(engine, chunk, GM_STATE);
 }
 
-static void give_back(gm_engine *engine, uint32_t chunk)
-{
-    gm_chunks_give_spare_back(engine->chunks, chunk, GM_WEIGHT);
-    gm_chunks_give_spare_back(engine->chunks, chunk, GM_STATE);
-}
-
-static void drop_kept(gm_engine *engine, uint32_t chunk)
+static void drop_copy(gm_engine *engine, uint32_t chunk)
 {
     saved *s = &engine->saving.chunks[chunk];
     if (s->copy) {
         engine->saving.held -= copy_bytes(engine, chunk);
         gm_arena_free(s->copy);
         s->copy = NULL;
-    } else if (s->weights) {
-        give_back(engine, chunk);
     }
-    s->weights = s->states = NULL;
     s->is_due = false;
 }
 
 void gm_saving_done(gm_engine *engine, uint32_t chunk)
 {
     pthread_mutex_lock(&engine->saving.lock);
-    drop_kept(engine, chunk);
+    drop_copy(engine, chunk);
     pthread_cond_broadcast(&engine->saving.changed);
     pthread_mutex_unlock(&engine->saving.lock);
 }
@@ -120,7 +99,7 @@ void gm_saving_end(gm_engine *engine, gm_saving_use *out)
 {
     pthread_mutex_lock(&engine->saving.lock);
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        drop_kept(engine, chunk);
+        drop_copy(engine, chunk);
         engine->saving.chunks[chunk].was_read_dirty = false;
     }
     if (out) {
@@ -146,7 +125,7 @@ static void fail(gm_engine *engine, uint32_t param, const char *why)
 static bool is_wanted(const gm_engine *engine, uint32_t chunk)
 {
     const saved *s = &engine->saving.chunks[chunk];
-    return s->is_due && !s->weights;
+    return s->is_due && !s->copy;
 }
 
 /* Waits for room.  Whether the chunk is still wanted: room is taken then. */
@@ -204,8 +183,6 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
     }
     if (copy && status == GM_OK && s->is_due) {
         s->copy = copy;
-        s->weights = gm_arena_base(copy);
-        s->states = s->weights + state_offset(engine, chunk);
     } else { /* not due: the checkpoint has failed meanwhile */
         engine->saving.held -= copy_bytes(engine, chunk);
         gm_arena_free(copy);
@@ -249,56 +226,6 @@ bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk)
     return engine->saving.chunks[chunk].is_unseen && engine->saving.chunks[chunk].is_due;
 }
 
-/* ---- spares ---- */
-
-bool gm_saving_wants(gm_engine *engine, uint32_t chunk)
-{
-    if (!atomic_load(&engine->saving.is_on)) {
-        return false;
-    }
-    pthread_mutex_lock(&engine->saving.lock);
-    bool wants = is_wanted(engine, chunk) && !engine->saving.failure[0];
-    pthread_mutex_unlock(&engine->saving.lock);
-    return wants;
-}
-
-gm_status gm_saving_settle(gm_engine *engine, uint32_t chunk)
-{
-    gm_saving_note_read(engine, chunk);
-    GM_TRY(gm_chunks_write_back(engine->chunks, chunk, GM_STATE));
-    return gm_chunks_write_back(engine->chunks, chunk, GM_WEIGHT);
-}
-
-gm_status gm_saving_note_spare(gm_engine *engine, uint32_t chunk)
-{
-    saved *s = &engine->saving.chunks[chunk];
-    /* What the two wait for is over since gm_saving_settle. */
-    GM_TRY(gm_chunks_lend_spare(engine->chunks, chunk, GM_WEIGHT));
-    GM_TRY(gm_chunks_lend_spare(engine->chunks, chunk, GM_STATE));
-    pthread_mutex_lock(&engine->saving.lock);
-    if (is_wanted(engine, chunk)) {
-        s->weights = gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT);
-        s->states = gm_chunks_spare(engine->chunks, chunk, GM_STATE);
-        pthread_cond_broadcast(&engine->saving.changed);
-    } else { /* it has been written meanwhile */
-        give_back(engine, chunk);
-    }
-    pthread_mutex_unlock(&engine->saving.lock);
-    return GM_OK;
-}
-
-bool gm_saving_has_spare(gm_engine *engine, uint32_t chunk)
-{
-    if (!atomic_load(&engine->saving.is_on)) {
-        return false;
-    }
-    const saved *s = &engine->saving.chunks[chunk];
-    pthread_mutex_lock(&engine->saving.lock);
-    bool has = s->weights && !s->copy;
-    pthread_mutex_unlock(&engine->saving.lock);
-    return has;
-}
-
 /* ---- the writer ---- */
 
 void gm_saving_note_read(gm_engine *engine, uint32_t chunk)
@@ -309,22 +236,20 @@ void gm_saving_note_read(gm_engine *engine, uint32_t chunk)
     }
 }
 
-/* With `lock`: a chunk that is kept, or GM_NO_CHUNK.  Copies first: somebody may wait for their memory. */
-static uint32_t first_kept(const gm_engine *engine)
+/* With `lock`: a chunk that has a copy, or GM_NO_CHUNK. */
+static uint32_t first_copied(const gm_engine *engine)
 {
-    uint32_t first = GM_NO_CHUNK;
-    for (uint32_t chunk = gm_layout_n_chunks(engine->layout); chunk-- > 0;) {
-        const saved *s = &engine->saving.chunks[chunk];
-        bool is_better = s->copy || first == GM_NO_CHUNK || !engine->saving.chunks[first].copy;
-        first = s->weights && is_better ? chunk : first;
+    uint32_t n = gm_layout_n_chunks(engine->layout), chunk = 0;
+    while (chunk < n && !engine->saving.chunks[chunk].copy) {
+        chunk++;
     }
-    return first;
+    return chunk < n ? chunk : GM_NO_CHUNK;
 }
 
 uint32_t gm_engine_save_next(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->saving.lock);
-    uint32_t chunk = first_kept(engine);
+    uint32_t chunk = first_copied(engine);
     pthread_mutex_unlock(&engine->saving.lock);
     return chunk;
 }
@@ -340,15 +265,15 @@ gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
         is_decided = true;
         if (engine->saving.failure[0]) {
             status = GM_FAIL(GM_ERR_STATE, "%s", engine->saving.failure);
-        } else if (s->weights) {
-            *out = GM_SAVING_KEPT;
-            *out_weights = s->weights;
-            *out_states = s->states;
+        } else if (s->copy) {
+            *out = GM_SAVING_COPIED;
+            *out_weights = gm_arena_base(s->copy);
+            *out_states = *out_weights + state_offset(engine, chunk);
         } else if (!s->is_due) { /* it may have changed since */
             status = GM_FAIL(GM_ERR_STATE, "chunk %u is no more to be written", chunk);
         } else if (pthread_mutex_trylock(&engine->lock) == 0) {
             *out = GM_SAVING_LOCKED;
-        } else if (first_kept(engine) == GM_NO_CHUNK) {
+        } else if (first_copied(engine) == GM_NO_CHUNK) {
             /* else who has the engine's lock may wait */
             pthread_cond_wait(&engine->saving.changed, &engine->saving.lock);
             is_decided = false;

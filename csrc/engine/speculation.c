@@ -1,29 +1,36 @@
-/* speculation.c - updates that run before anybody knows whether the clip fires: whether a loop is one for it, the memory
- * that they are written to, and whether what was made is what the step asks for.
+/* speculation.c - updates that run before anybody knows whether the clip fires: whether a loop is
+ * one for it, the memory that they are written to, and whether what was made is what the step asks
+ * for.
  *
- * In the backward a complete gradient is stepped as if the norm were below its limit, out of place: the new weights and
- * states go to a spare beside their home (chunk.h).  Nothing that anybody sees changes.  The step prepares its tasks as
- * always.  When a chunk's task is to be issued, and a result is there that was made of the very same inputs, home and spare
- * change places; else the task runs, on weights, states and gradient that nobody has touched.
+ * In the backward a complete gradient is stepped as if the norm were below its limit, out of place:
+ * the new weights and states go to a spare beside their home (chunk.h).  Nothing that anybody sees
+ * changes.  The step prepares its tasks as always.  When a chunk's task is to be issued, and a
+ * result is there that was made of the very same inputs, home and spare change places; else the
+ * task runs, on weights, states and gradient that nobody has touched.
  *
  * Invariants
- *   1. A result is taken only by an update with the same inputs, bit for bit: the same ranges with the same scalars
- *      (learning rate, step, decay, clip factor: everything that Adam gets), and weights, states and gradient of the same
- *      versions (chunk.h), which every write changes, whoever makes it.  There is no other way to a result, and no list of
- *      what would make it wrong.
- *   2. Until it is taken a result is in no piece: readers, checkpoints and errors in between find the last step's bytes.
- *      Taking it is issuing the pending update: whoever needs the bytes does that first (update.c, 1).
- *   3. Only chunks all of whose parameters have numbers are speculated: what is not updated would be missing in a spare.
- *   4. How many backwards bring a chunk's gradient is learnt from the steps before.  One that comes after a result changes
- *      the gradient's version; from then on that backward is waited for.
- *   5. A step is speculated unless the last one is known to have clipped, or did not ask for the norm.  A loop that does
- *      not ask, or has a loss scale, gets no spares.  Plans that speculate come with the first step, if it did not clip, or after some
- *      such in a row, and go again after some others: each time it takes twice as many.
- *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or another.  A chunk without one is not speculated,
- *      nor one whose spare a checkpoint is still to be written from (saving.c).
- *   7. The step drops what it does not want, and what has not begun on the host by then does not run.
- *   8. All this is a rank's own business but for the plan, which all make alike: a result and an update have the same bits,
- *      so ranks need not agree on which they have. */
+ *   1. A result is taken only by an update with the same inputs, bit for bit: the same ranges with
+ *      the same scalars (learning rate, step, decay, clip factor: everything that Adam gets), and
+ *      weights, states and gradient of the same versions (chunk.h), which every write changes,
+ *      whoever makes it.  There is no other way to a result, and no list of what would make it
+ *      wrong.
+ *   2. Until it is taken a result is in no piece: readers, checkpoints and errors in between find
+ *      the last step's bytes.  Taking it is issuing the pending update: whoever needs the bytes
+ *      does that first (update.c, 1).
+ *   3. Only chunks all of whose parameters have numbers are speculated: what is not updated would
+ *      be missing in a spare.
+ *   4. How many backwards bring a chunk's gradient is learnt from the steps before.  One that comes
+ *      after a result changes the gradient's version; from then on that backward is waited for.
+ *   5. A step is speculated unless the last one is known to have clipped, or did not ask for the
+ *      norm.  A loop that does not ask, or has a loss scale, gets no spares.  Plans that speculate
+ *      come with the first step, if it did not clip, or after some such in a row, and go again
+ *      after some others: each time it takes twice as many.
+ *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or
+ *      another.  A chunk without one is not speculated.
+ *   7. The step drops what it does not want, and what has not begun on the host by then does not
+ *      run.
+ *   8. All this is a rank's own business but for the plan, which all make alike: a result and an
+ *      update have the same bits, so ranks need not agree on which they have. */
 #include "engine/engine_impl.h"
 
 #include <string.h>
@@ -65,7 +72,8 @@ static gm_status find_available(const gm_engine *engine, size_t homes, size_t *o
     return GM_OK;
 }
 
-/* Of the host, for spares in all; what was found out first stays, so that equal steps give equal plans. */
+/* Of the host, for spares in all; what was found out first stays, so that equal steps give equal
+ * plans. */
 static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
@@ -117,7 +125,8 @@ static void count_step(gm_engine *engine, bool has_norm, bool fires)
     s->n_loud = has_norm && !fires ? 0 : s->n_loud + 1;
 }
 
-/* The last step counts once its factor has come home; nobody waits for it, so one that is a whole step late never does. */
+/* The last step counts once its factor has come home; nobody waits for it, so one that is a whole
+ * step late never does. */
 static void settle(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
@@ -226,7 +235,7 @@ static gm_status move_spares(gm_engine *engine)
         for (uint32_t other = 0; other < n && wants_spare(engine, chunk); other++) {
             if (gm_chunks_spare(engine->chunks, other, GM_WEIGHT) &&
                 !gm_plan_is_speculated(engine->room.plan, other) &&
-                !gm_saving_has_spare(engine, other) && is_alike(engine, chunk, other)) {
+                is_alike(engine, chunk, other)) {
                 engine->chunk_states[other].has_result = false;
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_STATE));
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_WEIGHT));
@@ -243,7 +252,7 @@ void gm_speculation_take_room(gm_engine *engine)
         return;
     }
     gm_status moved = move_spares(engine);
-    if (moved != GM_OK) { /* a spare that is being read, or the device has failed */
+    if (moved != GM_OK) { /* the device has failed */
         (void)gm_engine_die(engine, moved);
         return;
     }
@@ -300,8 +309,7 @@ gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
                   gm_plan_is_speculated(engine->room.plan, chunk) && !engine->update.is_armed &&
                   !state->is_pending && !state->has_result && !atomic_load(&task->is_running);
     is_due = is_due && state->n_held == state->n_params &&
-             state->backwards.now == state->backwards.most && may_use_spare(engine, chunk) &&
-             !gm_saving_has_spare(engine, chunk);
+             state->backwards.now == state->backwards.most && may_use_spare(engine, chunk);
     return is_due ? task : NULL;
 }
 
@@ -338,29 +346,18 @@ bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task
            memcmp(made->ranges, task->ranges, task->n_ranges * sizeof *task->ranges) == 0;
 }
 
-bool gm_speculation_fits(const gm_engine *engine, uint32_t chunk, const gm_task *task)
-{
-    bool is_resident = engine->room.plan && gm_plan_class(engine->room.plan, chunk) == GM_CLASS_R;
-    return gm_speculation_is_of(engine, chunk, task) ||
-           (!is_resident && may_use_spare(engine, chunk) && is_whole(engine, chunk, task));
-}
-
-void gm_speculation_flip(gm_engine *engine, uint32_t chunk)
-{
-    gm_chunks_take_spare(engine->chunks, chunk, GM_STATE);
-    gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT);
-}
-
-void gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out)
+bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
-    *out = gm_speculation_is_of(engine, chunk, task);
-    engine->speculation.n_taken += *out;
-    engine->speculation.n_redone += state->has_result && !*out;
+    bool is_taken = gm_speculation_is_of(engine, chunk, task);
+    engine->speculation.n_taken += is_taken;
+    engine->speculation.n_redone += state->has_result && !is_taken;
     state->has_result = false;
-    if (*out) {
-        gm_speculation_flip(engine, chunk);
+    if (is_taken) {
+        gm_chunks_take_spare(engine->chunks, chunk, GM_STATE);
+        gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT);
     }
+    return is_taken;
 }
 
 void gm_speculation_drop(gm_engine *engine)

@@ -218,7 +218,7 @@ bool gm_engine_wants_numbers(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
     bool wants = engine->dead == GM_OK && gm_speculation_wants_numbers(engine);
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
     return wants;
 }
 

@@ -1,17 +1,20 @@
-/* update.c - the update of one chunk in one step: prepared as a task, issued when the plan says so or when somebody
- * needs the result, run on the device or on the host, ordered by fences alone.
+/* update.c - the update of one chunk in one step: prepared as a task, issued when the plan says so
+ * or when somebody needs the result, run on the device or on the host, ordered by fences alone.
  *
  * Invariants
- *   1. A chunk with a pending update is updated before anything reads its weights or states, or writes its gradient.
+ *   1. A chunk with a pending update is updated before anything reads its weights or states, or
+ *      writes its gradient.
  *   2. A task is rewritten only when its last run has ended.
- *   3. A task whose factor nobody has seen (is_late) reads it when it runs, behind the clip's fence, and only there: what
- *      speculation has made is taken as if no clip fired, and a call behind it steps again, from the old homes, which
- *      are the spares now, to the new ones, if one did.  Whoever uses the new homes comes behind that call.
- *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that backward; it would see
- *      new weights where the gradient of the old ones is meant.  If it happens the engine dies with that text.
+ *   3. A task whose factor nobody has seen (is_late) reads it when it runs, behind the clip's
+ *      fence, and only there: what speculation has made is taken as if no clip fired, and a call
+ *      behind it steps again, from the old homes, which are the spares now, to the new ones, if one
+ *      did.  Whoever uses the new homes comes behind that call.
+ *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that
+ *      backward; it would see new weights where the gradient of the old ones is meant.  If it
+ *      happens the engine dies with that text.
  *
- * The host may wait in: prepare_task (for a run of two steps ago), gm_update_issue (beside a save, for the factor of a
- * clip), and where chunk.c says. */
+ * The host may wait in: prepare_task (for a run of two steps ago), gm_update_issue (for
+ * gm_saving_keep), and where chunk.c says. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -311,26 +314,20 @@ static void forget_before(gm_engine *engine, const gm_chunk_state *state, const 
     }
 }
 
-/* The step's factor has come home meanwhile, or is waited for: the task is one like any other. */
-static gm_status settle(gm_engine *engine, gm_task *task, bool waits)
+/* The step's factor may have come home meanwhile: the task is one like any other then. */
+static void settle(gm_engine *engine, gm_task *task)
 {
-    gm_clip clip = {0};
-    if (!task->is_late) {
-        return GM_OK;
-    }
-    if (waits) {
-        GM_TRY(gm_clip_wait(engine, engine->step.n, &clip));
-    }
-    if (waits || gm_clip_is_known(engine, engine->step.n, &clip.scale)) {
+    float scale;
+    if (task->is_late && gm_clip_is_known(engine, engine->step.n, &scale)) {
         task->is_late = false;
         for (size_t i = 0; i < task->n_ranges; i++) {
-            task->ranges[i].scalars.grad_scale = clip.scale;
+            task->ranges[i].scalars.grad_scale = scale;
         }
     }
-    return GM_OK;
 }
 
-/* Home and spare have changed places.  What was made is the update, unless a clip fires that nobody has seen. */
+/* Home and spare have changed places.  What was made is the update, unless a clip fires that nobody
+ * has seen. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     GM_TRY(task->is_late ? redo_at_home(engine, chunk, task) : GM_OK);
@@ -338,14 +335,16 @@ static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
     return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
 }
 
-/* A checkpoint that is being written keeps the home as it is: the results go to the spare. */
-static gm_status update_apart(gm_engine *engine, uint32_t chunk, gm_task *task, bool is_on_device)
+static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    GM_TRY(is_on_device ? gm_stage_speculate(engine, chunk, task)
-                        : speculate_at_home(engine, chunk, task));
-    gm_speculation_flip(engine, chunk);
-    GM_TRY(gm_saving_note_spare(engine, chunk));
-    return take_result(engine, chunk, task);
+    bool is_on_device;
+    GM_TRY(gm_saving_keep(engine, chunk));
+    if (gm_speculation_take(engine, chunk, task)) {
+        return take_result(engine, chunk, task);
+    }
+    GM_TRY(bring_to_device(engine, chunk, &is_on_device));
+    return is_on_device ? update_on_device(engine, chunk, task)
+                        : update_at_home(engine, chunk, task);
 }
 
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
@@ -361,27 +360,8 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     forget_before(engine, state, task);
-    bool is_on_device, is_taken = false;
-    bool is_saved = gm_saving_wants(engine, chunk);
-    gm_status status = settle(engine, task, is_saved);
-    bool is_apart = is_saved && gm_speculation_fits(engine, chunk, task);
-    if (status == GM_OK) {
-        status = is_apart ? gm_saving_settle(engine, chunk) : gm_saving_keep(engine, chunk);
-    }
-    if (status == GM_OK) {
-        gm_speculation_take(engine, chunk, task, &is_taken);
-        /* At once: what fails from here on leaves the writer its bytes. */
-        status = is_taken && is_apart ? gm_saving_note_spare(engine, chunk) : GM_OK;
-    }
-    if (status == GM_OK) {
-        status = is_taken ? take_result(engine, chunk, task)
-                          : bring_to_device(engine, chunk, &is_on_device);
-    }
-    if (status == GM_OK && !is_taken) {
-        status = is_apart       ? update_apart(engine, chunk, task, is_on_device)
-                 : is_on_device ? update_on_device(engine, chunk, task)
-                                : update_at_home(engine, chunk, task);
-    }
+    settle(engine, task);
+    gm_status status = run(engine, chunk, task);
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
 

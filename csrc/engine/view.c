@@ -26,7 +26,7 @@ void gm_engine_get_stats(gm_engine *engine, gm_engine_stats *out)
 #define X(type, name, value) .name = (value),
     *out = (gm_engine_stats){GM_ENGINE_COUNTS(X) GM_ENGINE_SECONDS(X)};
 #undef X
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
 }
 
 void gm_engine_leased(gm_engine *engine, bool *out)
@@ -36,7 +36,7 @@ void gm_engine_leased(gm_engine *engine, bool *out)
     for (const gm_lease *lease = engine->watch.leases; lease; lease = lease->next) {
         out[lease->param] |= lease->is_pinned && !atomic_load(&lease->is_ended);
     }
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
 }
 
 void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
@@ -60,17 +60,7 @@ void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
             out[id].n_done += p->has_grad && !p->is_used_up;
         }
     }
-    gm_saving_unlock(engine);
-}
-
-void gm_engine_lock(gm_engine *engine)
-{
-    pthread_mutex_lock(&engine->lock);
-}
-
-void gm_engine_unlock(gm_engine *engine)
-{
-    gm_saving_unlock(engine);
+    gm_engine_unlock(engine);
 }
 
 const gm_plan *gm_engine_plan(const gm_engine *engine)

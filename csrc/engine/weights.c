@@ -1,16 +1,19 @@
-/* weights.c - what tensors show of a chunk: its weights or, where each rank owns a part of them, the gathered weights of
- * all ranks.
+/* weights.c - what tensors show of a chunk: its weights or, where each rank owns a part of them,
+ * the gathered weights of all ranks.
  *
  * Invariants
- *   1. What begins a collective depends on the sequence of calls (units, backward nodes, leases that are made,
- *      gradients, steps) and on the plan that the ranks share, which are the same on all ranks; never on memory, on
- *      time, or on when a lease ends.  So is_gathered is kept apart from residence: it is set by a gathering, and
- *      cleared on demand with the last use, under a plan when another chunk is gathered into the plan's blocks of
- *      this one - also where this rank has left the plan's placement for lack of memory, and keeps to its order: what
- *      it has no room for meanwhile is on the host (spill.c).
- *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those calls.
+ *   1. What begins a collective depends on the sequence of calls (units, backward nodes, leases
+ *      that are made, gradients, steps) and on the plan that the ranks share, which are the same on
+ *      all ranks; never on memory, on time, or on when a lease ends.  So is_gathered is kept apart
+ *      from residence: it is set by a gathering, and cleared on demand with the last use, under a
+ *      plan when another chunk is gathered into the plan's blocks of this one - also where this
+ *      rank has left the plan's placement for lack of memory, and keeps to its order: what it has
+ *      no room for meanwhile is on the host (spill.c).
+ *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those
+ *      calls.
  *   3. Gathered weights are pinned while anybody needs them: nobody evicts a transient piece. */
 #include "engine/engine_impl.h"
+#include "plan/ring.h"
 
 #include <stdlib.h>
 
@@ -61,31 +64,25 @@ static gm_status take_place(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     const gm_place *place = gm_plan_place(engine->weights.collectives, chunk, GM_GATHERED);
-    uint32_t n = (uint32_t)(gm_engine_piece_blocks(engine, chunk, GM_GATHERED) /
-                            engine->device->block_bytes);
-    for (uint32_t i = 0; place->length > 0 && i < n; i++) {
-        uint32_t *owner =
-            &engine->weights.owners[place->base + (place->offset + i) % place->length];
-        if (*owner != chunk && *owner != GM_NO_CHUNK) {
-            gm_chunk_state *other = &engine->chunk_states[*owner];
-            other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
-            if (!other->is_doomed) {
-                GM_TRY(forget(engine, *owner));
-            }
+    uint32_t n = place->length == 0
+                     ? 0
+                     : (uint32_t)(gm_engine_piece_blocks(engine, chunk, GM_GATHERED) /
+                                  engine->device->block_bytes);
+    uint32_t at = 0, old, *owners = engine->weights.owners;
+    while ((old = gm_owners_take(owners, place, n, chunk, &at)) != GM_NO_OWNER) {
+        gm_chunk_state *other = &engine->chunk_states[old];
+        other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
+        if (!other->is_doomed) {
+            GM_TRY(forget(engine, old));
         }
-        *owner = chunk;
     }
     return GM_OK;
 }
 
 gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan)
 {
-    uint32_t n = gm_plan_n_blocks(plan);
-    uint32_t *owners = malloc((n + (size_t)1) * sizeof *owners);
-    GM_FAIL_IF(!owners, GM_ERR_NOMEM, "HOST: a plan of %u blocks", n);
-    for (uint32_t i = 0; i < n; i++) {
-        owners[i] = GM_NO_CHUNK;
-    }
+    uint32_t *owners;
+    GM_TRY(gm_owners_new(gm_plan_n_blocks(plan), &owners));
     free(engine->weights.owners);
     engine->weights.owners = owners;
     engine->weights.collectives = plan;
@@ -116,7 +113,7 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
     GM_TRY(gm_ranks_check_joined(engine));
     GM_TRY(take_place(engine, chunk));
     bool is_shown = gm_chunks_pins(chunks, chunk, GM_GATHERED) > 0;
-    if (is_shown) { /* by leases: what was written through them is kept, and their readers come first */
+    if (is_shown) { /* by leases: what was written through them is kept, readers come first */
         GM_TRY(gm_watch_poll(engine));
         GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_GATHERED, engine->call.stream));
     }

@@ -1,17 +1,20 @@
-/* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the diagram and
- * chunk_impl.h for the fences.  Blocks and mapping are in block.c and place.c.
+/* chunk.c - the chunk table and its state machine: moving bytes, behind fences; see chunk.h for the
+ * diagram and chunk_impl.h for the fences.  Blocks and mapping are in block.c and place.c.
  *
- * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks are made 3, and a
- * device that checks accesses 4: note_access in device.h)
+ * Invariants (gm_chunks_check executes 1 and 2, gm_chunks_check_bytes 5, an assertion where blocks
+ * are made 3, and a device that checks accesses 4: note_access in device.h)
  *   1. A block is free or owned by exactly one resident piece.
  *   2. A piece is resident (CLEAN, DIRTY) exactly when it owns as many blocks as its bytes need.
  *   3. n_blocks * block_bytes <= limit, except for what pins hold after the limit was lowered.
- *   4. A block is overwritten only behind the fences of its last owner: on a stream under a placement, on the host
- *      without one.
- *   5. A piece's bytes are right in exactly one place, or in both and equal (CLEAN), in the order of issue.
- *   6. Work never waits for work that is issued later: fences refer to the past, so streams cannot deadlock.
+ *   4. A block is overwritten only behind the fences of its last owner: on a stream under a
+ *      placement, on the host without one.
+ *   5. A piece's bytes are right in exactly one place, or in both and equal (CLEAN), in the order
+ *      of issue.
+ *   6. Work never waits for work that is issued later: fences refer to the past, so streams cannot
+ *      deadlock.
  *
- * The host waits in: wait_fence_on_host() and nowhere else in this file; counted in stats.n_host_waits. */
+ * The host waits in: wait_fence_on_host() and nowhere else in this file; counted in
+ * stats.n_host_waits. */
 #include "memory/chunk_impl.h"
 
 #include <string.h>
@@ -110,8 +113,8 @@ void gm_chunks_count_copy(gm_chunks *chunks, size_t bytes, bool is_in)
 
 /* ---- fences ---- */
 
-/* An open fence is recorded now: later than the work that it stands for, which is safe, and close to it, because
- * those who need it are issued soon after. */
+/* An open fence is recorded now: later than the work that it stands for, which is safe, and close
+ * to it, because those who need it are issued soon after. */
 static gm_status close_fence(gm_chunks *chunks, fence *f)
 {
     if (f->is_open) {
@@ -189,18 +192,9 @@ static gm_status order_home_write(gm_chunks *chunks, piece *p, gm_stream stream)
     return wait_fence(chunks, &p->filled, stream);
 }
 
-static gm_status check_not_lent(const gm_chunks *chunks, piece *p)
-{
-    return atomic_load(&p->is_spare_lent)
-               ? GM_FAIL(GM_ERR_STATE, "chunk %u: its spare is being read, and was to be changed",
-                         gm_piece_chunk(chunks, p))
-               : GM_OK;
-}
-
 static gm_status order_spare_write(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     GM_ASSERT(p->spare);
-    GM_TRY(check_not_lent(chunks, p));
     GM_TRY(wait_fence(chunks, &p->spare_homed, stream));
     GM_TRY(wait_fence(chunks, &p->spare_used, stream));
     GM_TRY(wait_fence(chunks, &p->filled, stream));
@@ -405,7 +399,6 @@ gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm
 {
     piece *p = gm_piece_at(chunks, from, kind);
     GM_ASSERT(p->spare && p->bytes == gm_piece_at(chunks, to, kind)->bytes);
-    GM_TRY(check_not_lent(chunks, p));
     GM_TRY(gm_piece_wait_idle(chunks, p));
     GM_TRY(gm_chunks_give_spare(chunks, to, kind, p->spare));
     p->spare = NULL;
@@ -415,7 +408,7 @@ gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm
 void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->spare && p->state != DIRTY && !atomic_load(&p->is_spare_lent));
+    GM_ASSERT(p->spare && p->state != DIRTY);
     uint8_t *home = p->home;
     fence homed = p->homed, home_used = p->home_used;
     p->home = p->spare;
@@ -425,21 +418,6 @@ void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
     p->spare_homed = homed;
     p->spare_used = home_used;
     p->version++;
-}
-
-gm_status gm_chunks_lend_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
-{
-    piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->spare);
-    GM_TRY(wait_fence_on_host(chunks, &p->spare_homed));
-    gm_note_access(chunks->device, p->spare, p->bytes, false, GM_STREAM_HOST);
-    atomic_store(&p->is_spare_lent, true);
-    return GM_OK;
-}
-
-void gm_chunks_give_spare_back(gm_chunks *chunks, uint32_t id, gm_piece kind)
-{
-    atomic_store(&gm_piece_at(chunks, id, kind)->is_spare_lent, false);
 }
 
 /* ---- the host's own access ---- */

@@ -1,25 +1,29 @@
-/* chunk.h - the chunk table: where the bytes of each chunk are, and moving them between DEVICE and HOST.
+/* chunk.h - the chunk table: where the bytes of each chunk are, and moving them between DEVICE and
+ * HOST.
  *
- * A chunk has three pieces: its weights, its optimizer states, its gradient.  A piece has one device
- * address range for life and, unless the table was made without homes, one home on the host.  A chunk has homes for all
- * its pieces or for none: without, all are on the device.  It gets them when the first piece is to go home.  A chunk
- * that stays (plan/stay.h) never does: none of its pieces leaves, once it is there.
+ * A chunk has three pieces, its weights, its optimizer states and its gradient, and with several
+ * ranks up to two that are transient (below).  A piece has one device address range for life and,
+ * unless the table was made without homes, one home on the host.  A chunk has homes for all its
+ * pieces or for none: without, all are on the device.  It gets them when the first piece is to go
+ * home.  A chunk that stays (plan/stay.h) never does: none of its pieces leaves, once it is there.
  *
  *             fetch                 note_write
- *     HOME ----------> CLEAN ---------------------> DIRTY     HOME   only the home holds the bytes
- *       ^               |  ^                          |       CLEAN  resident; home and device agree
- *       +----evict------+  +---------send_home--------+       DIRTY  resident; only the device is right
+ *     HOME ----------> CLEAN ---------------------> DIRTY   HOME   only the home holds the bytes
+ *       ^               |  ^                          |     CLEAN  resident; home and device agree
+ *       +----evict------+  +---------send_home--------+     DIRTY  resident; only the device's hold
  *
- * A transient piece (layout.h) has no home: it is claimed (HOME -> DIRTY), and discarded when nobody needs it.
+ * A transient piece (layout.h) has no home: it is claimed (HOME -> DIRTY), and discarded when
+ * nobody needs it.
  *
- * States are those of the order of issue: a piece is CLEAN once its copy home is issued.  Who looks at bytes waits
- * for the piece's fences (chunk_impl.h), on a stream or on the host.
+ * States are those of the order of issue: a piece is CLEAN once its copy home is issued.  Who looks
+ * at bytes waits for the piece's fences (chunk_impl.h), on a stream or on the host.
  *
- * Behind the addresses are blocks.  Without a placement they come from a pool, mapping changes with every fetch, and
- * the host waits.  With one (gm_chunks_adopt) every piece has its blocks for good: fetching overwrites what other
- * pieces showed there, behind their fences, and neither maps nor waits.
+ * Behind the addresses are blocks.  Without a placement they come from a pool, mapping changes with
+ * every fetch, and the host waits.  With one (gm_chunks_adopt) every piece has its blocks for good:
+ * fetching overwrites what other pieces showed there, behind their fences, and neither maps nor
+ * waits.
  *
- * Threads: one caller at a time (the engine's lock), but for gm_chunks_give_spare_back.
+ * Threads: one caller at a time (the engine's lock).
  *
  * Above the length budget because it is the table's whole face. */
 #pragma once
@@ -64,7 +68,8 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out);
 void gm_chunks_free(gm_chunks *chunks); /* waits for the copies in flight; NULL is fine */
 
 uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* The one address range that tensors show: of gathered weights where there are some, else of weights. */
+/* The one address range that tensors show: of gathered weights where there are some, else of
+ * weights. */
 void gm_chunks_weight_span(const gm_chunks *chunks, uintptr_t *begin, uintptr_t *end);
 /* The chunk that shows `address` in that range, or UINT32_MAX. */
 uint32_t gm_chunks_at(const gm_chunks *chunks, uintptr_t address);
@@ -75,9 +80,11 @@ bool gm_chunks_has_placement(const gm_chunks *chunks);
 
 /* ---- residence ---- */
 
-/* Makes the piece resident (a transient one is claimed, for `stream` to write), readable by work that `stream` gets from now on, and pins it.  Without a placement others
- * are evicted as the limit asks (least recently used first, chunks that are all resident last).  GM_ERR_NOMEM has the numbers; with
- * a placement it means that a pinned piece holds the blocks (gm_chunks_leave_placement is the way out). */
+/* Makes the piece resident (a transient one is claimed, for `stream` to write), readable by work
+ * that `stream` gets from now on, and pins it.  Without a placement others are evicted as the limit
+ * asks (least recently used first, chunks that are all resident last).  GM_ERR_NOMEM has the
+ * numbers; with a placement it means that a pinned piece holds the blocks
+ * (gm_chunks_leave_placement is the way out). */
 gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* Orders work that `stream` gets from now on behind the last write of a resident piece. */
 gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
@@ -90,17 +97,18 @@ void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece piece);
 bool gm_chunks_has_old_weight(gm_chunks *chunks, uint32_t id);
 /* The device copy was or will be written by work on the stream it is pinned for. */
 void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has happened, when its
- * blocks are in use or it has none. */
+/* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has
+ * happened, when its blocks are in use or it has none. */
 gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *out);
-/* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write.  A transient piece can
- * be claimed without a placement too, as gm_chunks_pin() takes blocks. */
+/* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write.  A
+ * transient piece can be claimed without a placement too, as gm_chunks_pin() takes blocks. */
 gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream,
                           bool *out);
-/* Evicts now if unpinned (no-op when not resident).  GM_ERR_STATE without homes, when it stays, or when pinned. */
+/* Evicts now if unpinned (no-op when not resident).  GM_ERR_STATE without homes, when it stays, or
+ * when pinned. */
 gm_status gm_chunks_evict(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* The device copy is forgotten, its bytes lost (no-op when not resident or pinned; of pieces that are not transient
- * also without homes or without a placement). */
+/* The device copy is forgotten, its bytes lost (no-op when not resident or pinned; of pieces that
+ * are not transient also without homes or without a placement). */
 gm_status gm_chunks_discard(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- work on pieces, ordered by fences ---- */
@@ -128,21 +136,17 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- spares: memory beside a home, for the bytes that come next ---- */
 
-/* Counts what may have changed the piece's bytes: whoever writes them passes a function of this file.  Moving them, to
- * the device or home, changes nothing. */
+/* Counts what may have changed the piece's bytes: whoever writes them passes a function of this
+ * file.  Moving them, to the device or home, changes nothing. */
 uint64_t gm_chunks_version(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The piece gets a spare, as long as its home, which outlives the table. */
 gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, uint8_t *spare);
 /* Another piece, as long, gets it; waits for whoever uses it. */
 gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm_piece piece);
 uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
-/* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from here on.  A resident
- * copy is stale then: home_written. */
+/* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from
+ * here on.  A resident copy is stale then: home_written. */
 void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* Waits for what is being written there.  Another thread reads the spare from now on until it is given back, by any thread.
- * So long who would write or move it gets GM_ERR_STATE. */
-gm_status gm_chunks_lend_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
-void gm_chunks_give_spare_back(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- the host's own access; it may wait ---- */
 
@@ -155,7 +159,8 @@ gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The home was rewritten by the host: a resident copy is refreshed behind its last reader;
  * of a pinned one the readers are on `stream`, before and after. */
 gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
-/* The authoritative bytes, wherever they are.  `bytes` may be 0; `pool` copies what is at home, NULL: the caller. */
+/* The authoritative bytes, wherever they are.  `bytes` may be 0; `pool` copies what is at home,
+ * NULL: the caller. */
 gm_status gm_chunks_read(gm_chunks *chunks, uint32_t id, gm_piece piece, size_t offset,
                          size_t bytes, void *dst, gm_workers *pool);
 /* The bytes that the device shows for a resident piece, whatever its state. */
@@ -167,26 +172,28 @@ gm_status gm_chunks_sync(gm_chunks *chunks); /* waits for everything that was is
 
 /* ---- memory ---- */
 
-/* All chunks but those that stay have homes from now on, for good; GM_ERR_NOMEM has the bytes that lack, and nothing has
- * changed. */
+/* All chunks but those that stay have homes from now on, for good; GM_ERR_NOMEM has the bytes that
+ * lack, and nothing has changed. */
 gm_status gm_chunks_give_homes(gm_chunks *chunks);
 /* Why some chunks stay, as errors say it; "": none does. */
 void gm_chunks_say_staying(const gm_chunks *chunks, char *out, size_t bytes);
-/* Homes that came later, of chunks that the adopted plan keeps on the device, go back, but where spares are or have been
- * beside them.  Fetches what is not there yet, and waits. */
+/* Homes that came later, of chunks that the adopted plan keeps on the device, go back, but where
+ * spares are or have been beside them.  Fetches what is not there yet, and waits. */
 gm_status gm_chunks_drop_homes(gm_chunks *chunks, const gm_plan *plan);
 
-/* All of a chunk becomes resident, weights, states and gradient, and is evicted last (which ends this), or never. */
+/* All of a chunk becomes resident, weights, states and gradient, and is evicted last (which ends
+ * this), or never. */
 gm_status gm_chunks_make_resident(gm_chunks *chunks, uint32_t id);
-/* Changes the limit; evicts and gives blocks back until it holds, or as far as pins allow (a placement that is too
- * large is left): *out_bytes (may be NULL) says what is held afterwards. */
+/* Changes the limit; evicts and gives blocks back until it holds, or as far as pins allow (a
+ * placement that is too large is left): *out_bytes (may be NULL) says what is held afterwards. */
 gm_status gm_chunks_set_limit(gm_chunks *chunks, size_t device_limit, size_t *out_bytes);
-/* Every piece gets the plan's blocks, mapped once; what is resident and stays so keeps its blocks.  Waits.  No piece
- * that the plan does not keep resident may be pinned (GM_ERR_STATE, nothing changed).  GM_ERR_NOMEM: the device has
- * not enough; there is no placement then, and *out_blocks is how many could be had. */
+/* Every piece gets the plan's blocks, mapped once; what is resident and stays so keeps its blocks.
+ * Waits.  No piece that the plan does not keep resident may be pinned (GM_ERR_STATE, nothing
+ * changed).  GM_ERR_NOMEM: the device has not enough; there is no placement then, and *out_blocks
+ * is how many could be had. */
 gm_status gm_chunks_adopt(gm_chunks *chunks, const gm_plan *plan, uint32_t *out_blocks);
-/* The range that shows the placement's state ring, for states in passing; 0 bytes without one.  And the streams
- * that copy states in and out. */
+/* The range that shows the placement's state ring, for states in passing; 0 bytes without one.  And
+ * the streams that copy states in and out. */
 void gm_chunks_stage(const gm_chunks *chunks, uintptr_t *address, size_t *bytes);
 void gm_chunks_state_streams(const gm_chunks *chunks, gm_stream *in, gm_stream *out);
 /* Copied by others, for the stats. */
@@ -199,6 +206,6 @@ void gm_chunks_set_timeline(gm_chunks *chunks, gm_timeline *timeline);
 void gm_chunks_get_stats(const gm_chunks *chunks, gm_chunks_stats *out);
 /* Checks every invariant of chunk.c; GM_ERR_STATE names the first that is broken. */
 gm_status gm_chunks_check(const gm_chunks *chunks);
-/* On the host device, where all work has run when a call returns: what is CLEAN and not pinned has the same bytes on
- * both sides.  On other devices nothing is compared. */
+/* On the host device, where all work has run when a call returns: what is CLEAN and not pinned has
+ * the same bytes on both sides.  On other devices nothing is compared. */
 gm_status gm_chunks_check_bytes(const gm_chunks *chunks);

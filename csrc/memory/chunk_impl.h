@@ -1,21 +1,24 @@
-/* chunk_impl.h - what chunk.c (moving bytes), block.c (blocks, on demand), place.c (a plan's), residence.c and table.c share.
+/* chunk_impl.h - what chunk.c (moving bytes), block.c (blocks, on demand), place.c (a plan's),
+ * residence.c and table.c share.
  *
- * Fences.  Each piece has four, and they say all that is ever needed about order:
- *     filled     the last write of its device bytes, hence also the last copy that read its home for that
+ * Fences.  Each piece has four, and two more for its spare, and they say all that is ever needed
+ * about order:
+ *     filled     the last write of its device bytes, hence also the last copy from home for that
  *     used       the last reader of its device bytes other than a copy home
- *     homed      the last write of its home, hence also the last copy that read its device bytes for that
+ *     homed      the last write of its home, hence also the last copy of device bytes for that
  *     home_used  the last reader of its home other than a fetch
- * So: reading device bytes comes after filled; writing them after filled, used, homed; reading a home after homed;
- * writing it after homed, home_used, filled.  Taking over a block is writing the device bytes of whoever owned it.
+ * So: reading device bytes comes after filled; writing them after filled, used, homed; reading a
+ * home after homed; writing it after homed, home_used, filled.  Taking over a block is writing the
+ * device bytes of whoever owned it.
  *
- * A spare has fences of the same kind as a home, and the two change places with their memory.  Writing a spare comes
- * after both of its own, after filled, which may have read it when it was the home, and after homed: so that behind the
- * spare's last write there is no copy to the home either, and `homed` keeps its meaning.  It is read after its homed. */
+ * A spare has fences of the same kind as a home, and the two change places with their memory.
+ * Writing a spare comes after both of its own, after filled, which may have read it when it was the
+ * home, and after homed: so that behind the spare's last write there is no copy to the home either,
+ * and `homed` keeps its meaning.  It is read after its homed. */
 #pragma once
 
-#include <stdatomic.h>
-
 #include "memory/chunk.h"
+#include "plan/ring.h"
 
 typedef enum piece_state { HOME, CLEAN, DIRTY, N_STATES } piece_state;
 
@@ -43,7 +46,6 @@ typedef struct piece {
     bool is_home_late, is_written_inside; /* see gm_piece_note_home */
     uint64_t version; /* changes with whatever may have changed the piece's bytes */
     uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
-    atomic_bool is_spare_lent;
     fence spare_homed, spare_used;
 } piece;
 
@@ -60,7 +62,8 @@ struct gm_chunks {
     gm_workers *workers;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
-    /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up no other. */
+    /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up
+     * no other. */
     gm_stream in[GM_N_OWN_PIECES], out[GM_N_OWN_PIECES], refresh;
 
     gm_block *blocks;      /* (capacity,) handles */
@@ -70,15 +73,13 @@ struct gm_chunks {
     gm_block *scratch;     /* (capacity,) handles for one map call */
     uintptr_t stage;       /* range of stage_capacity blocks for states in passing */
     uint32_t stage_capacity, stage_blocks; /* blocks mapped there now */
-    uint32_t *owners; /* (capacity,) under a placement: the piece that took the block last */
+    uint32_t *owners; /* (capacity,) under a placement: the last piece there, or GM_NO_OWNER */
     uint32_t capacity, n_blocks, n_free, n_holes, n_indices;
     size_t limit, home_limit;
     uint64_t clock;
     gm_chunks_stats stats;
     gm_timeline *timeline; /* NULL: off */
 };
-
-#define GM_NO_OWNER UINT32_MAX
 
 static inline piece *gm_piece_at(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
@@ -107,7 +108,8 @@ void gm_piece_move(piece *p, piece_state to);
 gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
 /* Copies; the piece owns its blocks. */
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
-/* Orders `stream` behind whoever uses the device bytes: for writing them, or what takes over their blocks. */
+/* Orders `stream` behind whoever uses the device bytes: for writing them, or what takes over their
+ * blocks. */
 gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);
 gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream); /* before a pin */
 /* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
@@ -126,14 +128,17 @@ void gm_block_push(gm_chunks *chunks, uint32_t index); /* onto the free ones */
 uint32_t gm_block_pop(gm_chunks *chunks);
 bool gm_block_may_grow(const gm_chunks *chunks);
 gm_status gm_block_grow(gm_chunks *chunks); /* one free block more */
-/* The piece, which is not resident, takes the blocks that its range still shows, if all are free. */
+/* The piece, which is not resident, takes the blocks that its range still shows, if all are
+ * free. */
 bool gm_block_take_shown(gm_chunks *chunks, const piece *p);
 gm_status gm_block_shrink(gm_chunks *chunks); /* gives one free block back to the device */
-/* Evicts the piece that is needed last: the least recently used weights of a chunk that is not all resident;
- * then (the last such chunk first) the states and gradient of a chunk.  *out is false if nothing can go. */
+/* Evicts the piece that is needed last: the least recently used weights of a chunk that is not all
+ * resident; then (the last such chunk first) the states and gradient of a chunk.  *out is false if
+ * nothing can go. */
 gm_status gm_block_evict_one(gm_chunks *chunks, bool *out);
 /* Without a placement: the piece gets blocks, by creating or by evicting, and its bytes. */
 gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind);
 
-/* place.c: takes over the piece's own blocks, behind the fences of those that had them; *out false: they are in use. */
+/* place.c: takes over the piece's own blocks, behind the fences of those that had them; *out false:
+ * they are in use. */
 gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out);

@@ -1,4 +1,5 @@
-/* place.c - the placement of a plan: every piece's blocks for good, mapped once.  Invariants are in chunk.c.
+/* place.c - the placement of a plan: every piece's blocks for good, mapped once.  Invariants are in
+ * chunk.c.
  *
  * The host waits in: adopt, leave_placement. */
 #include <stdio.h>
@@ -88,8 +89,8 @@ static gm_status evict_others(gm_chunks *chunks, const gm_plan *plan)
     return GM_OK;
 }
 
-/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, others that will stay take those that they
- * show, the rest are free or new ones. */
+/* physical[i] is the block behind the plan's number i: kept pieces keep theirs, others that will
+ * stay take those that they show, the rest are free or new ones. */
 static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t *physical,
                                uint32_t n)
 {
@@ -104,7 +105,7 @@ static gm_status assign_blocks(gm_chunks *chunks, const gm_plan *plan, uint32_t 
                 is_kept(p, place) || (place->is_resident && p->n_blocks > 0 && !gm_is_resident(p) &&
                                       gm_block_take_shown(chunks, p));
             for (uint32_t b = 0; has_own && b < p->n_blocks; b++) {
-                physical[place->base + (place->offset + b) % place->length] = p->blocks[b];
+                physical[gm_place_block(place, b)] = p->blocks[b];
             }
         }
     }
@@ -159,7 +160,7 @@ static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uin
             }
             bool is_same = p->is_mapped;
             for (uint32_t b = 0; b < p->n_blocks; b++) {
-                uint32_t index = physical[place->base + (place->offset + b) % place->length];
+                uint32_t index = physical[gm_place_block(place, b)];
                 is_same = is_same && p->blocks[b] == index;
                 p->blocks[b] = index;
                 if (gm_is_resident(p)) {

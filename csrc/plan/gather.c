@@ -1,16 +1,19 @@
 /* gather.c - when a pass gathers weights, and what it then asks of the shards.
  *
- * 1. Gathers are issued in the order of the uses they serve, each no later than its use and no earlier than the last
- *    use of what it overwrites has ended.  So no gather that is needed stands behind one that is not yet, and of
- *    reduces only those stand before it whose gradients were complete when it could begin.
- * 2. A chunk's gathered weights, once gathered in a pass, are gathered again only after their blocks were taken. */
+ * 1. Gathers are issued in the order of the uses they serve, each no later than its use and no
+ *    earlier than the last use of what it overwrites has ended.  So no gather that is needed stands
+ *    behind one that is not yet, and of reduces only those stand before it whose gradients were
+ *    complete when it could begin.
+ * 2. A chunk's gathered weights, once gathered in a pass, are gathered again only after their
+ *    blocks were taken. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "plan/plan_impl.h"
+#include "plan/ring.h"
 
-/* Gathers that are issued ahead of the use that needs one, where memory does not bind: at least so many, and so large a
- * part of all. */
+/* Gathers that are issued ahead of the use that needs one, where memory does not bind: at least so
+ * many, and so large a part of all. */
 #define AHEAD_LEAST 12u
 #define AHEAD_PART  16u
 
@@ -30,8 +33,8 @@ static bool is_updated_in_pass(const gm_plan *plan, const gm_plan_input *input,
            plan->class_of[c] == GM_CLASS_S2 && !plan->is_late[c];
 }
 
-/* The uses of the course's chunks without gathered weights, prolonged where an update on the device needs streamed
- * weights until the gradient's tick.  `latest` is scratch, (n_chunks,). */
+/* The uses of the course's chunks without gathered weights, prolonged where an update on the device
+ * needs streamed weights until the gradient's tick.  `latest` is scratch, (n_chunks,). */
 static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_course *course,
                     uint32_t *latest, gm_needs *out)
 {
@@ -54,26 +57,8 @@ static void prolong(const gm_plan *plan, const gm_plan_input *input, const gm_co
     }
 }
 
-uint32_t gm_ring_claim(gm_ring_use *ring, const gm_place *place, uint32_t n_blocks, uint32_t chunk,
-                       uint32_t end)
-{
-    uint32_t from = 0, at = place->offset;
-    bool is_there = true;
-    for (uint32_t j = 0; j < n_blocks; j++) {
-        bool is_mine = ring->owner[at] == chunk;
-        if (!is_mine) {
-            from = ring->until[at] > from ? ring->until[at] : from;
-            is_there = false;
-        }
-        ring->until[at] = is_mine && ring->until[at] > end ? ring->until[at] : end;
-        ring->owner[at] = chunk;
-        at = at + 1 == place->length ? 0 : at + 1;
-    }
-    return is_there ? GM_NO_TICK : from;
-}
-
 static void find_gathers(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
-                         gm_ring_use *ring, gm_needs *out)
+                         gm_rings *rings, gm_needs *out)
 {
     uint32_t ahead = plan->n / AHEAD_PART > AHEAD_LEAST ? plan->n / AHEAD_PART : AHEAD_LEAST;
     uint32_t latest = 0;
@@ -86,8 +71,8 @@ static void find_gathers(const gm_plan_input *input, const gm_plan *plan, const 
             if (is_kept) {
                 from = out->first[c] < course->n ? GM_NO_TICK : 0;
             } else {
-                from =
-                    gm_ring_claim(ring, place, input->chunks[c].blocks[GM_GATHERED], c, use->end);
+                uint32_t n_blocks = input->chunks[c].blocks[GM_GATHERED];
+                from = gm_rings_claim(rings, place, n_blocks, c, use->end);
             }
             if (from == GM_NO_TICK) {
                 continue;
@@ -123,24 +108,24 @@ static bool is_sorted(const gm_needs *needs)
 gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
                        gm_needs *out)
 {
-    size_t n_uses = (size_t)course->n_uses + plan->n + 1, length = plan->ring[GM_GATHERED];
+    size_t n_uses = (size_t)course->n_uses + plan->n + 1;
     *out = (gm_needs){.uses = malloc(n_uses * sizeof(gm_use)),
                       .first = malloc(((size_t)plan->n + 1) * sizeof(uint32_t)),
                       .gathers = malloc(((size_t)course->n_uses + 1) * sizeof(gm_use)),
                       .misfit = GM_NO_TICK};
-    gm_ring_use ring = {.owner = malloc((length + 1) * sizeof(uint32_t)),
-                        .until = calloc(length + 1, sizeof(uint32_t))};
+    gm_rings rings;
+    gm_status status = gm_rings_new(plan->n_blocks, &rings);
     uint32_t *latest = malloc(((size_t)plan->n + 1) * sizeof *latest);
-    gm_status status = GM_OK;
-    if (!out->uses || !out->first || !out->gathers || !ring.owner || !ring.until || !latest) {
-        gm_needs_free(out);
+    if (status == GM_OK && (!out->uses || !out->first || !out->gathers || !latest)) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room for %zu uses of weights", n_uses);
+    }
+    if (status != GM_OK) {
+        gm_needs_free(out);
     } else {
-        memset(ring.owner, 0xff, (length + 1) * sizeof(uint32_t));
         for (uint32_t c = 0; c < plan->n; c++) {
             out->first[c] = course->n;
         }
-        find_gathers(input, plan, course, &ring, out);
+        find_gathers(input, plan, course, &rings, out);
         if (input->when == GM_IMMEDIATE) {
             prolong(plan, input, course, latest, out);
         }
@@ -148,8 +133,7 @@ gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm
             qsort(out->uses, out->n_uses, sizeof *out->uses, gm_by_begin);
         }
     }
-    free(ring.owner);
-    free(ring.until);
+    gm_rings_free(&rings);
     free(latest);
     return status;
 }

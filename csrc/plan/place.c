@@ -1,16 +1,14 @@
 /* place.c - where every piece lives: blocks of its own, or a place in the ring of its kind.
  *
- * 1. Pieces that are in use in the same tick of any trace share no block.  A weight or a gradient for which that
- *    would happen in its ring is made resident.
- * 2. Blocks of different rings and of resident pieces are disjoint, and [0, n_blocks) is all of them. */
+ * 1. Pieces that are in use in the same tick of any trace share no block.  A weight or a gradient
+ *    for which that would happen in its ring is made resident.
+ * 2. Blocks of different rings and of resident pieces are disjoint, and [0, n_blocks) is all of
+ *    them. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "plan/plan_impl.h"
-
-typedef struct gm_slot { /* a block of a ring while a course runs */
-    uint32_t owner, begin, until;
-} gm_slot;
+#include "plan/ring.h"
 
 typedef struct gm_ring {
     const gm_problem *problem;
@@ -19,9 +17,9 @@ typedef struct gm_ring {
     const uint32_t *order; /* (n,) */
     bool *is_in;           /* (n,) */
     uint32_t depth, length;
-    uint64_t *taken; /* scratch, (most ticks + 2,) */
-    gm_slot *slots;  /* scratch, (length,) */
-    gm_needs *needs; /* (n_courses,) once the gathered weights have their places */
+    uint64_t *taken;       /* scratch, (most ticks + 2,) */
+    const gm_use **latest; /* scratch, (n,) the last use so far */
+    gm_needs *needs;       /* (n_courses,) once the gathered weights have their places */
 } gm_ring;
 
 static uint32_t blocks_of(const gm_ring *ring, uint32_t chunk)
@@ -103,33 +101,31 @@ static gm_status set_length(gm_ring *ring)
 }
 
 /* Takes one of each two pieces that meet in a block out of the ring: the one in use for longer. */
-static bool take_out_conflicts(gm_ring *ring, uint32_t which)
+static gm_status take_out_conflicts(gm_ring *ring, uint32_t which, bool *has_changed)
 {
-    uint32_t n;
-    bool has_changed = false;
+    uint32_t n, *owners;
     const gm_use *uses = uses_of(ring, which, &n);
-    memset(ring->slots, 0xff, ring->length * sizeof *ring->slots);
+    GM_TRY(gm_owners_new(ring->length, &owners));
     for (uint32_t i = 0; i < n; i++) {
         const gm_use *use = &uses[i];
-        if (!ring->is_in[use->chunk]) {
+        uint32_t c = use->chunk, at = 0, old;
+        const gm_place *place = &ring->plan->places[c * GM_N_PIECES + ring->piece];
+        if (!ring->is_in[c]) {
             continue;
         }
-        uint32_t offset = ring->plan->places[use->chunk * GM_N_PIECES + ring->piece].offset;
-        uint32_t count = blocks_of(ring, use->chunk);
-        for (uint32_t j = 0; j < count && ring->is_in[use->chunk]; j++) {
-            gm_slot *slot = &ring->slots[(offset + j) % ring->length];
-            if (slot->owner != UINT32_MAX && slot->owner != use->chunk &&
-                slot->until > use->begin && ring->is_in[slot->owner]) {
-                bool is_owner_longer = slot->until - slot->begin >= use->end - use->begin;
-                ring->is_in[is_owner_longer ? slot->owner : use->chunk] = false;
-                has_changed = true;
+        while ((old = gm_owners_take(owners, place, blocks_of(ring, c), c, &at)) != GM_NO_OWNER &&
+               ring->is_in[c]) {
+            const gm_use *last = ring->latest[old];
+            if (ring->is_in[old] && last->end > use->begin) {
+                bool is_longer = last->end - last->begin >= use->end - use->begin;
+                ring->is_in[is_longer ? old : c] = false;
+                *has_changed = true;
             }
-            uint32_t until =
-                slot->owner == use->chunk && slot->until > use->end ? slot->until : use->end;
-            *slot = (gm_slot){use->chunk, use->begin, until};
         }
+        ring->latest[c] = use;
     }
-    return has_changed;
+    free(owners);
+    return GM_OK;
 }
 
 static gm_status fit_ring(gm_ring *ring)
@@ -140,12 +136,11 @@ static gm_status fit_ring(gm_ring *ring)
         if (ring->piece == GM_STATE || ring->length == 0) {
             break; /* states are in use for one operation only */
         }
-        gm_slot *slots = realloc(ring->slots, ring->length * sizeof *slots);
-        GM_FAIL_IF(!slots, GM_ERR_NOMEM, "host: no room for a ring of %u blocks", ring->length);
-        ring->slots = slots;
+        bool has_changed = false;
         for (uint32_t k = 0; k < ring->problem->n_courses; k++) {
-            is_done &= !take_out_conflicts(ring, k);
+            GM_TRY(take_out_conflicts(ring, k, &has_changed));
         }
+        is_done = !has_changed;
     }
     return GM_OK;
 }
@@ -261,6 +256,7 @@ gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, 
     gm_ring ring = {.problem = problem,
                     .plan = plan,
                     .is_in = calloc(problem->n, sizeof(bool)),
+                    .latest = calloc(problem->n, sizeof(gm_use *)),
                     .taken = calloc((size_t)problem->most_ticks + 2, sizeof(uint64_t)),
                     .needs = calloc((size_t)problem->n_courses + 1, sizeof(gm_needs))};
     uint32_t *order = calloc(problem->n, sizeof *order);
@@ -272,7 +268,7 @@ gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, 
     memset(plan->ring, 0, sizeof plan->ring);
     memset(plan->places, 0, (size_t)plan->n * GM_N_PIECES * sizeof *plan->places);
     plan->n_blocks = 0;
-    if (!ring.is_in || !ring.taken || !ring.needs || !order) {
+    if (!ring.is_in || !ring.latest || !ring.taken || !ring.needs || !order) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to place %u chunks", problem->n);
     } else {
         status = place_rings(choice, &ring, order);
@@ -299,7 +295,7 @@ gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, 
         gm_needs_free(&ring.needs[k]);
     }
     free(ring.needs);
-    free(ring.slots);
+    free(ring.latest);
     free(order);
     return status;
 }

@@ -1,40 +1,46 @@
-/* plan.h - (layout, traces, budget) -> where every piece lives and what is done at each tick.  Pure, deterministic,
- * immutable once made.
+/* plan.h - (layout, traces, budget) -> where every piece lives and what is done at each tick.
+ * Pure, deterministic, immutable once made.
  *
- * Placement.  The plan numbers the device's blocks 0..n_blocks-1.  A resident piece has blocks of its own; the others
- * of a kind (weights, states, gradients) share a ring of blocks: piece after piece in the order of use, the end
- * meeting the beginning, so that neighbours in time do not overlap and a later one overwrites an earlier one.  The ring
- * of states is the stage, of gm_stage_least blocks at least.
+ * Placement.  The plan numbers the device's blocks 0..n_blocks-1.  A resident piece has blocks of
+ * its own; the others of a kind (weights, states, gradients) share a ring of blocks: piece after
+ * piece in the order of use, the end meeting the beginning, so that neighbours in time do not
+ * overlap and a later one overwrites an earlier one.  The ring of states is the stage, of
+ * gm_stage_least blocks at least.
  *
- * Classes (bytes per parameter in bf16; `deferred` adds what a gradient costs that leaves the device)
+ * Classes (bytes per parameter in bf16; `deferred` adds what a gradient costs that leaves the
+ * device)
  *   R   weights and states resident; updated on the device
  *   S1  weights resident, states streamed through the device for the update
  *   S2  weights and states streamed
  *   C1  weights resident, updated on the host, then refreshed
  *   C2  weights streamed, updated on the host
- * A chunk without states (frozen) is R (resident weights) or C2 (streamed).  One that stays is R, and its gradient is
- * resident, whatever the policy: nothing of it ever leaves.
+ * A chunk without states (frozen) is R (resident weights) or C2 (streamed).  One that stays is R,
+ * and its gradient is resident, whatever the policy: nothing of it ever leaves.
  *
- * Operations are conditional and idempotent: each is a wish that the engine fulfils unless it holds already, so a plan
- * may be entered from any state.
+ * Operations are conditional and idempotent: each is a wish that the engine fulfils unless it holds
+ * already, so a plan may be entered from any state.
  *
- * Several ranks (n_ranks > 1).  A chunk with GM_GATHERED bytes is used through its gathered weights; its other pieces
- * are this rank's shard, and a class speaks of the shard alone: its weights are needed only to gather and to update.
- * The gathered weights are kept (blocks of their own: gathered once after each update; the shard is then resident,
- * too) or pass through a ring.  They hold until the shard is updated, a pass begins with an update of it pending, or
- * something else takes their blocks.  A chunk with GM_UNREDUCED bytes collects a pass's gradients there, in a ring in
- * the order of gradients; when they are complete they are reduced, the sum goes to GM_GRAD, and their blocks are free.
- * The engine keeps these rules, and plans count on them:
- *   1. Gathers and reduces run one at a time in the order of issue.  What is issued depends on the sequence of ticks
- *      and on the plan alone: a GM_OP_GATHER is dropped when the gathered weights hold, and for no other reason.
- *   2. At a GRAD tick that completes a chunk in this pass: claim GM_GRAD, reduce, give GM_UNREDUCED's blocks back;
- *      then the tick's operations.  At other ticks operations come first, then what the tick takes is claimed.
+ * Several ranks (n_ranks > 1).  A chunk with GM_GATHERED bytes is used through its gathered
+ * weights; its other pieces are this rank's shard, and a class speaks of the shard alone: its
+ * weights are needed only to gather and to update.  The gathered weights are kept (blocks of their
+ * own: gathered once after each update; the shard is then resident, too) or pass through a ring.
+ * They hold until the shard is updated, a pass begins with an update of it pending, or something
+ * else takes their blocks.  A chunk with GM_UNREDUCED bytes collects a pass's gradients there, in a
+ * ring in the order of gradients; when they are complete they are reduced, the sum goes to GM_GRAD,
+ * and their blocks are free.  The engine keeps these rules, and plans count on them:
+ *   1. Gathers and reduces run one at a time in the order of issue.  What is issued depends on the
+ *      sequence of ticks and on the plan alone: a GM_OP_GATHER is dropped when the gathered weights
+ *      hold, and for no other reason.
+ *   2. At a GRAD tick that completes a chunk in this pass: claim GM_GRAD, reduce, give
+ *      GM_UNREDUCED's blocks back; then the tick's operations.  At other ticks operations come
+ *      first, then what the tick takes is claimed.
  *   3. An update leaves gathered weights as they are; they hold no more.
  *
- * Speculation.  With spare_bytes a deferred plan may let updates run under the backward, out of place (GM_OP_SPECULATE):
- * new weights and states go to a spare beside their home, and the gradient is kept.  If the step turns out to be that one,
- * its update only exchanges home and spare, and the weights on the device are refreshed; else it is an update as of any
- * deferred plan, so such a plan is one whatever comes.
+ * Speculation.  With spare_bytes a deferred plan may let updates run under the backward, out of
+ * place (GM_OP_SPECULATE): new weights and states go to a spare beside their home, and the gradient
+ * is kept.  If the step turns out to be that one, its update only exchanges home and spare, and the
+ * weights on the device are refreshed; else it is an update as of any deferred plan, so such a plan
+ * is one whatever comes.
  *
  * Above the length budget because what the engine and its plans agree on is in one place. */
 #pragma once
@@ -59,8 +65,9 @@ typedef enum gm_class {
 
 typedef enum gm_when {
     GM_DEFERRED, /* updates run under the next forward, in the order of its use */
-    /* A chunk is updated as soon as its gradient is complete and the pass needs its weights no more; a plan may put
-     * some chunks off to the next forward, where the host's threads would otherwise be idle. */
+    /* A chunk is updated as soon as its gradient is complete and the pass needs its weights no
+     * more; a plan may put some chunks off to the next forward, where the host's threads would
+     * otherwise be idle. */
     GM_IMMEDIATE
 } gm_when;
 
@@ -94,7 +101,8 @@ typedef struct gm_plan_input {
     gm_rates rates;
 } gm_plan_input;
 
-/* Bytes of the host that a chunk's spares take: that of its weights, then, from a page on, that of its states. */
+/* Bytes of the host that a chunk's spares take: that of its weights, then, from a page on, that of
+ * its states. */
 static inline size_t gm_spare_offset(size_t weight_bytes)
 {
     return gm_round_up(weight_bytes, 4096);
@@ -117,25 +125,34 @@ static inline uint32_t gm_plan_blocks(const gm_plan_input *input, uint32_t chunk
     return is_passing && blocks > input->stage_blocks ? input->stage_blocks : blocks;
 }
 
-/* Where one piece lives: its block j is base + (offset + j) % length. */
+/* Where one piece lives: the end of a ring meets its beginning. */
 typedef struct gm_place {
     uint32_t base, length; /* its ring (resident: its own blocks); length 0: never on the device */
     uint32_t offset;
     bool is_resident;
 } gm_place;
 
+/* Its block j, one of at most `length`. */
+static inline uint32_t gm_place_block(const gm_place *place, uint32_t j)
+{
+    uint32_t at = place->offset + j;
+    return place->base + (at < place->length ? at : at - place->length);
+}
+
 typedef enum gm_op_kind {
-    GM_OP_FETCH, /* weights onto the device, also onto a resident copy that a host update has left behind */
+    /* Weights onto the device, also onto a resident copy that a host update has left behind. */
+    GM_OP_FETCH,
     GM_OP_GRAD_IN, /* the gradient summed so far onto the device, to be added to; if there is one */
     GM_OP_GRAD_OUT, /* the gradient, complete in this pass, goes home */
-    /* The chunk's pending update, if there is one, with the copies for it that were not made; streamed states pass
-     * through the device with it. */
+    /* The chunk's pending update, if there is one, with the copies for it that were not made;
+     * streamed states pass through the device with it. */
     GM_OP_UPDATE,
-    /* A collective: the weights of all ranks into GM_GATHERED, unless they are there; first the update that was pending
-     * when the pass began, and the shard's weights if they are not on the device. */
+    /* A collective: the weights of all ranks into GM_GATHERED, unless they are there; first the
+     * update that was pending when the pass began, and the shard's weights if they are not on the
+     * device. */
     GM_OP_GATHER,
-    /* The update that the step will probably be, out of place; streamed states and the weights pass through the device
-     * to the spares.  The gradient is complete, on the device. */
+    /* The update that the step will probably be, out of place; streamed states and the weights pass
+     * through the device to the spares.  The gradient is complete, on the device. */
     GM_OP_SPECULATE
 } gm_op_kind;
 
@@ -168,7 +185,8 @@ typedef struct gm_plan_info {
     gm_rates rates; /* that it was made from */
 } gm_plan_info;
 
-/* GM_ERR_NOMEM: it cannot be done with device_bytes; the text has the bytes needed and available. */
+/* GM_ERR_NOMEM: it cannot be done with device_bytes; the text has the bytes needed and
+ * available. */
 gm_status gm_plan_new(const gm_plan_input *input, gm_plan **out);
 void gm_plan_free(gm_plan *plan); /* NULL is fine */
 
@@ -181,15 +199,17 @@ const gm_plan_info *gm_plan_get_info(const gm_plan *plan);
 /* The order in which pending (deferred) updates are to be issued: (n_chunks,) every chunk once. */
 const uint32_t *gm_plan_update_order(const gm_plan *plan);
 
-/* The operations to issue when tick `tick` of a trace begins; NULL and 0 for a trace that the plan does not know
- * (gm_trace.hash identifies it). */
+/* The operations to issue when tick `tick` of a trace begins; NULL and 0 for a trace that the plan
+ * does not know (gm_trace.hash identifies it). */
 const gm_op *gm_plan_ops(const gm_plan *plan, uint64_t trace_hash, uint32_t tick, uint32_t *out_n);
 bool gm_plan_knows(const gm_plan *plan, uint64_t trace_hash);
-/* A schedule for one more trace under the same placement.  Not while ops of the plan are held.  GM_ERR_STATE: the
- * placement does not serve this trace (it uses chunks at once that share blocks); make a plan with it. */
+/* A schedule for one more trace under the same placement.  Not while ops of the plan are held.
+ * GM_ERR_STATE: the placement does not serve this trace (it uses chunks at once that share blocks);
+ * make a plan with it. */
 gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_trace *trace);
 
-/* Replays the plan for some steps in a model of blocks and events, with each trace once as the first of a step: no
- * block shows two live pieces, every unit finds its chunks, no dirty bytes are lost, device_bytes holds.  GM_ERR_STATE
- * names the first violation.  In asserted builds alone: tests/c/proof/check.c. */
+/* Replays the plan for some steps in a model of blocks and events, with each trace once as the
+ * first of a step: no block shows two live pieces, every unit finds its chunks, no dirty bytes are
+ * lost, device_bytes holds.  GM_ERR_STATE names the first violation.  In asserted builds alone:
+ * tests/c/proof/check.c. */
 gm_status gm_plan_check(const gm_plan *plan, const gm_plan_input *input);

@@ -125,12 +125,6 @@ typedef struct gm_needs {
 gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm_course *course,
                        gm_needs *out);
 void gm_needs_free(gm_needs *needs);
-typedef struct gm_ring_use {
-    uint32_t *owner, *until; /* (length,) the chunk that has a block, and until which tick */
-} gm_ring_use;
-/* The chunk has its place until tick `end`.  Gives the tick from which the blocks were free; GM_NO_TICK: it was there. */
-uint32_t gm_ring_claim(gm_ring_use *ring, const gm_place *place, uint32_t n_blocks, uint32_t chunk,
-                       uint32_t end);
 
 /* schedule.c */
 gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,

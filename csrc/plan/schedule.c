@@ -1,13 +1,16 @@
 /* schedule.c - which operations are issued at which tick of a trace.
  *
- * 1. A fetch into a ring is issued no earlier than the tick at which the last use of every piece that it overwrites
- *    has ended, and no later than the use that it serves.
- * 2. Every chunk with states has an update no later than its first use, and before any gradient of this pass grows.
- * 3. Operations of one tick go out in the order of gm_phase, those of one phase in the order of need. */
+ * 1. A fetch into a ring is issued no earlier than the tick at which the last use of every piece
+ *    that it overwrites has ended, and no later than the use that it serves.
+ * 2. Every chunk with states has an update no later than its first use, and before any gradient of
+ *    this pass grows.
+ * 3. Operations of one tick go out in the order of gm_phase, those of one phase in the order of
+ *    need. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "plan/plan_impl.h"
+#include "plan/ring.h"
 
 /* Updates on the host that are issued ahead of the first use of their weights. */
 #define HOST_AHEAD 16u
@@ -38,8 +41,8 @@ typedef struct gm_writer {
     size_t n_notes, capacity;
     uint32_t *update;      /* (n,) tick of the update in forward; GM_NO_TICK: no states */
     const uint32_t *first; /* (n,) tick of the first use of weights, or of shards; n: none */
-    uint32_t *order;  /* (n,) chunks by first use in this course, equal ones in the plan's order */
-    gm_ring_use ring; /* scratch, (longest ring,) */
+    uint32_t *order; /* (n,) chunks by first use in this course, equal ones in the plan's order */
+    gm_rings rings;
     gm_use *list;     /* scratch, (2 n + 1,) */
     uint32_t *latest; /* scratch, (n,) */
     uint32_t misfit;  /* a chunk whose place is taken when it is needed; GM_NO_TICK: none */
@@ -85,31 +88,10 @@ static uint32_t blocks_of(const gm_writer *w, uint32_t chunk, gm_piece piece)
     return gm_plan_blocks(w->problem->input, chunk, piece, false);
 }
 
-/* A ring's blocks belong to nobody. */
-static void clear_ring(gm_writer *w, gm_piece piece)
-{
-    for (uint32_t i = 0; i < w->plan->ring[piece]; i++) {
-        w->ring.owner[i] = UINT32_MAX;
-        w->ring.until[i] = 0;
-    }
-}
-
 static uint32_t claim(gm_writer *w, gm_piece piece, uint32_t chunk, uint32_t end)
 {
-    return gm_ring_claim(&w->ring, place_of(w, chunk, piece), blocks_of(w, chunk, piece), chunk,
-                         end);
-}
-
-/* What claim would give, changing nothing. */
-static uint32_t free_from(const gm_writer *w, gm_piece piece, uint32_t chunk)
-{
-    const gm_place *place = place_of(w, chunk, piece);
-    uint32_t n = blocks_of(w, chunk, piece), from = 0, at = place->offset;
-    for (uint32_t j = 0; j < n; j++) {
-        from = w->ring.owner[at] != chunk && w->ring.until[at] > from ? w->ring.until[at] : from;
-        at = at + 1 == place->length ? 0 : at + 1;
-    }
-    return from;
+    uint32_t n_blocks = blocks_of(w, chunk, piece);
+    return gm_rings_claim(&w->rings, place_of(w, chunk, piece), n_blocks, chunk, end);
 }
 
 static bool is_in_ring(const gm_writer *w, uint32_t chunk, gm_piece piece)
@@ -118,8 +100,8 @@ static bool is_in_ring(const gm_writer *w, uint32_t chunk, gm_piece piece)
     return place->length > 0 && !place->is_resident;
 }
 
-/* How many updates are issued ahead of the first use that needs one: enough for the rings and the host's workers to
- * be busy, few enough that a pass does not begin with all of them. */
+/* How many updates are issued ahead of the first use that needs one: enough for the rings and the
+ * host's workers to be busy, few enough that a pass does not begin with all of them. */
 static uint32_t lookahead(const gm_writer *w)
 {
     uint32_t n = 0, n_streamed = 0;
@@ -138,8 +120,8 @@ static uint32_t lookahead(const gm_writer *w)
     return ahead > 64 ? (held > 64 ? (uint32_t)held : 64) : (uint32_t)ahead;
 }
 
-/* Streamed weights that are not used by this pass, or, updated on the device, not by its forward: they borrow their
- * place for the update before anybody else comes. */
+/* Streamed weights that are not used by this pass, or, updated on the device, not by its forward:
+ * they borrow their place for the update before anybody else comes. */
 static bool is_passed_by(const gm_writer *w, uint32_t chunk)
 {
     const gm_course *course = w->course;
@@ -147,8 +129,9 @@ static bool is_passed_by(const gm_writer *w, uint32_t chunk)
     return w->first[chunk] >= end && is_in_ring(w, chunk, GM_WEIGHT);
 }
 
-/* When pending updates are issued in forward, before fetches are known: no later than the first use, and before
- * backward, where gradients that grow take the places of those that updates read. */
+/* When pending updates are issued in forward, before fetches are known: no later than the first
+ * use, and before backward, where gradients that grow take the places of those that updates
+ * read. */
 static void place_updates(gm_writer *w)
 {
     const gm_course *course = w->course;
@@ -189,7 +172,9 @@ static void write_tail_fetches(gm_writer *w)
         bool is_stale = w->plan->class_of[c] == GM_CLASS_C2 && w->problem->is_trained[c] &&
                         w->plan->is_late[c] && w->problem->n_passes == 1;
         is_stale |= w->plan->is_speculated[c]; /* the step will probably make it so */
-        if (free_from(w, GM_WEIGHT, c) >= w->course->n) {
+        uint32_t n_blocks = blocks_of(w, c, GM_WEIGHT);
+        const gm_place *place = place_of(w, c, GM_WEIGHT);
+        if (gm_rings_free_from(&w->rings, place, n_blocks, c) >= w->course->n) {
             return;
         }
         uint32_t from = claim(w, GM_WEIGHT, c, w->course->n + use->end);
@@ -201,7 +186,6 @@ static void write_tail_fetches(gm_writer *w)
 
 static void write_fetches(gm_writer *w)
 {
-    clear_ring(w, GM_WEIGHT);
     for (uint32_t i = 0; i < w->needs.n_uses; i++) {
         const gm_use *use = &w->needs.uses[i];
         uint32_t c = use->chunk;
@@ -244,7 +228,8 @@ static void write_refreshes(gm_writer *w)
     }
 }
 
-/* Of a chunk that is updated in forward the update is issued by then: updates come no later than the first use. */
+/* Of a chunk that is updated in forward the update is issued by then: updates come no later than
+ * the first use. */
 static void write_gathers(gm_writer *w)
 {
     for (uint32_t i = 0; i < w->needs.n_gathers; i++) {
@@ -258,7 +243,6 @@ static void write_gathers(gm_writer *w)
 /* Whether each gradient of the pass finds its place free. */
 static void check_unreduced(gm_writer *w)
 {
-    clear_ring(w, GM_UNREDUCED);
     for (uint32_t i = 0; i < w->course->n_opens; i++) {
         const gm_use *open = &w->course->opens[i];
         if (!gm_is_reduced(w->problem->input, open->chunk)) {
@@ -334,7 +318,6 @@ static void write_grads_in(gm_writer *w)
     }
     /* `end` holds the place in the order of need. */
     qsort(w->list, n, sizeof *w->list, gm_by_begin);
-    clear_ring(w, GM_GRAD);
     for (uint32_t i = 0; i < n; i++) {
         uint32_t c = w->list[i].chunk, begin = w->list[i].begin;
         bool is_update = w->list[i].end < w->plan->n;
@@ -399,24 +382,21 @@ static gm_status find_needs(gm_writer *w)
 gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const gm_course *course,
                           gm_schedule *out)
 {
-    uint32_t n = plan->n, ring = 1;
-    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
-        ring = plan->ring[piece] > ring ? plan->ring[piece] : ring;
-    }
+    uint32_t n = plan->n;
     gm_writer w = {.problem = problem,
                    .plan = plan,
                    .course = course,
                    .misfit = GM_NO_TICK,
                    .update = calloc(n, sizeof(uint32_t)),
                    .order = calloc(n, sizeof(uint32_t)),
-                   .ring = {calloc(ring, sizeof(uint32_t)), calloc(ring, sizeof(uint32_t))},
                    .list = calloc(2 * (size_t)n + 1, sizeof(gm_use)),
                    .latest = calloc(n, sizeof(uint32_t))};
-    gm_status status = GM_OK;
+    gm_status status = gm_rings_new(plan->n_blocks, &w.rings);
     *out = (gm_schedule){.hash = course->trace->hash, .n_ticks = course->n};
-    if (!w.update || !w.order || !w.ring.owner || !w.ring.until || !w.list || !w.latest) {
+    if (status == GM_OK && (!w.update || !w.order || !w.list || !w.latest)) {
         status = GM_FAIL(GM_ERR_NOMEM, "host: no room to schedule %u ticks", course->n);
-    } else {
+    }
+    if (status == GM_OK) {
         status = find_needs(&w);
     }
     if (status != GM_OK) {
@@ -442,8 +422,7 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
     }
     free(w.update);
     free(w.order);
-    free(w.ring.owner);
-    free(w.ring.until);
+    gm_rings_free(&w.rings);
     gm_needs_free(&w.needs);
     gm_needs_free(&w.other);
     free(w.list);

@@ -1,19 +1,22 @@
-/* time.c - predicts a step: follows the schedules as the engine would, tick by tick, and lets sim.c say when
- * each copy, update and piece of compute would end.
+/* time.c - predicts a step: follows the schedules as the engine would, tick by tick, and lets sim.c
+ * say when each copy, update and piece of compute would end.
  *
- * 1. The engine's rules of order are these: a copy into blocks waits for the last reader and the copy home of what
- *    was there; a host update waits for its gradient, and a fetch for the host update; a device update waits for
- *    weights, states and gradient; a deferred update waits for the end of the last backward, which has the norm.
- *    A gather waits for the shard's weights and for the last reader of what was in its place, a use for its gather, a
- *    reduce for the last gradient; whoever reads the sum waits for the reduce.
+ * 1. The engine's rules of order are these: a copy into blocks waits for the last reader and the
+ *    copy home of what was there; a host update waits for its gradient, and a fetch for the host
+ *    update; a device update waits for weights, states and gradient; a deferred update waits for
+ *    the end of the last backward, which has the norm.  A gather waits for the shard's weights and
+ *    for the last reader of what was in its place, a use for its gather, a reduce for the last
+ *    gradient; whoever reads the sum waits for the reduce.
  * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy.
- * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first slices come in as soon
- *    as slots are free, the others once Adam has begun; each goes home behind Adam.
+ * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first
+ *    slices come in as soon as slots are free, the others once Adam has begun; each goes home
+ *    behind Adam.
  * 4. What is speculated is what the step does: no clip fires. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "plan/plan_impl.h"
+#include "plan/ring.h"
 #include "plan/sim.h"
 
 #define MANY_NODES    40000u /* a step of more is followed twice instead of three times */
@@ -43,8 +46,8 @@ typedef struct gm_replay {
     const gm_problem *problem;
     const gm_plan *plan;
     gm_sim sim;
-    gm_item *items; /* (n, GM_N_PIECES) */
-    uint32_t *owner[GM_N_PIECES];
+    gm_item *items;   /* (n, GM_N_PIECES) */
+    uint32_t *owners; /* of the plan's blocks */
     /* The stage: slots for slices, taken in turn. */
     gm_gone *gone; /* (most_gone,), a queue: those that nobody has waited for yet */
     uint32_t most_gone, first_gone, n_gone, n_slots, last_gone;
@@ -102,17 +105,14 @@ static void claim(gm_replay *r, uint32_t chunk, gm_piece piece)
     const gm_place *place = &r->plan->places[chunk * GM_N_PIECES + piece];
     wait_for_owner(r, chunk, piece);
     if (!place->is_resident && place->length > 0) {
-        uint32_t n = gm_plan_blocks(r->problem->input, chunk, piece, false), at = place->offset;
-        uint32_t *owner = r->owner[piece], last = GM_NO_NODE;
-        for (uint32_t j = 0; j < n; j++) {
-            uint32_t old = owner[at];
-            if (old != chunk && old != last && old != UINT32_MAX) {
+        uint32_t n = gm_plan_blocks(r->problem->input, chunk, piece, false), at = 0;
+        uint32_t old, last = GM_NO_OWNER;
+        while ((old = gm_owners_take(r->owners, place, n, chunk, &at)) != GM_NO_OWNER) {
+            if (old != last) {
                 wait_for_owner(r, old, piece);
                 item(r, old, piece)->is_there = false;
                 last = old;
             }
-            owner[at] = chunk;
-            at = at + 1 == place->length ? 0 : at + 1;
         }
     }
     item(r, chunk, piece)->is_there = true;
@@ -199,8 +199,9 @@ static double slice_work(const gm_replay *r, double n_slices, double bytes)
     return n_slices * bytes + (n_slices - 1) * SLICE_SECONDS * r->problem->input->rates.h2d;
 }
 
-/* Invariant 3.  Returns the end of Adam; *out_homed becomes that of the last copy home.  Speculation brings weights from
- * their home unless they are there, takes them out with the states, and waits for no norm. */
+/* Invariant 3.  Returns the end of Adam; *out_homed becomes that of the last copy home.
+ * Speculation brings weights from their home unless they are there, takes them out with the states,
+ * and waits for no norm. */
 static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds, bool is_speculation,
                               uint32_t *out_homed)
 {
@@ -489,7 +490,8 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
     }
 }
 
-/* Follows one step.  Returns the seconds of passes that stand for several: to be added for the others. */
+/* Follows one step.  Returns the seconds of passes that stand for several: to be added for the
+ * others. */
 static void follow_step(gm_replay *r, gm_load *loads, uint32_t *ends, uint32_t *n_ends)
 {
     uint32_t n_followed = 0;
@@ -515,7 +517,8 @@ static void follow_step(gm_replay *r, gm_load *loads, uint32_t *ends, uint32_t *
     }
 }
 
-/* Seconds of copies one way: beside the host's Adam, the other way, both or neither, each at its own rate. */
+/* Seconds of copies one way: beside the host's Adam, the other way, both or neither, each at its
+ * own rate. */
 static double link_seconds(double bytes, double other, double host, const double rates[4])
 {
     double both = other < host ? other : host;
@@ -568,7 +571,8 @@ static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *l
     busy_seconds(rates, &all, &info->h2d_seconds, &info->d2h_seconds, &info->host_seconds);
     double busiest =
         most(all.compute, info->h2d_seconds, info->d2h_seconds, info->host_seconds, all.comm);
-    /* Updates fit only into a part of the step: the first forward and, if immediate, the last backward. */
+    /* Updates fit only into a part of the step: the first forward and, if immediate, the last
+     * backward. */
     info->bound_seconds = 0;
     for (int part = 0; part < 2; part++) {
         double in, out, host;
@@ -599,13 +603,7 @@ static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_r
     for (uint32_t c = 0; has_all && c < n; c++) {
         r->chunks[c].result = GM_NO_NODE;
     }
-    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
-        r->owner[piece] = malloc(((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
-        has_all = has_all && r->owner[piece];
-        if (r->owner[piece]) {
-            memset(r->owner[piece], 0xff, ((size_t)plan->ring[piece] + 1) * sizeof(uint32_t));
-        }
-    }
+    GM_TRY(gm_owners_new(plan->n_blocks, &r->owners));
     GM_FAIL_IF(!has_all, GM_ERR_NOMEM, "host: no room to predict a plan of %u chunks", n);
     for (uint32_t i = 0; i < n * GM_N_PIECES; i++) {
         bool is_own = i % GM_N_PIECES < GM_N_OWN_PIECES;
@@ -622,9 +620,7 @@ static void replay_free(gm_replay *r)
     free(r->gone);
     free(r->chunks);
     free(r->node_of);
-    for (uint32_t piece = 0; piece < GM_N_PIECES; piece++) {
-        free(r->owner[piece]);
-    }
+    free(r->owners);
 }
 
 gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan)

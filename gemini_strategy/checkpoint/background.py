@@ -2,11 +2,11 @@
 
 Invariants
     1. What the core has is read as it was at the call, or not at all (csrc/engine/saving.c): a chunk that changes
-       before it has been written is kept as it was, in a copy or beside its spare. Everything else (buffers, steps,
+       before it has been written is copied as it was. Everything else (buffers, steps,
        groups, the loss scale, random numbers, `extra`) is in the rank's file when the call returns.
     2. Copies take at most `limit` bytes, or one chunk's if that is larger. Chunks with a copy are written before all
-       others, then those beside a spare, and whoever waits for one waits for the disk alone: the writer waits for no
-       other rank before it has written all chunks.
+       others, and a thread that waits for one waits for the disk alone: the writer waits for no other rank before it
+       has written all chunks.
     3. The ranks' writers meet over connections of their own (Ranks.twin), after their last chunk. The folder gets its
        name there, so `latest` never names what is not on the disk.
     4. What a writer met is raised once: by `wait`, the next save or load, or close(); if none of them comes, it is said

@@ -48,8 +48,8 @@ _log = logging.getLogger("gemini_strategy")
 class Reporting:
     """What an engine says of itself: a base of Runtime.
 
-    Of the engine it uses core, device, slots, units, choose_way() and settings.report: True, the first plan and, at
-    close() or when the process ends, the result are printed; None, with GEMINI_REPORT=1; False, never.
+    Of the engine it uses core, device, ranks, slots, units, choose_way() and settings.report: True, the first plan
+    and, at close() or when the process ends, the result are printed; None, with GEMINI_REPORT=1; False, never.
 
     Attributes:
         measured: what the table of the result needs; it outlives the engine.
@@ -95,10 +95,9 @@ class Reporting:
     def note_step(self, stats: Mapping[str, Any]) -> None:
         """An optimizer step has been issued, or skipped by the loss scaler; stats: core.stats()."""
         self.end_first_step()
-        plan = self.core.plan_info()
-        self.meter.step(stats, None if plan is None else plan["compute_seconds"])
+        self.meter.step(stats, stats["planned_compute_seconds"])
         is_wanted = self._is_report_wanted()
-        if plan is not None and not self._has_plan:
+        if stats["planned"] and not self._has_plan:
             self._has_plan = True
             if self.ranks.rank == 0:
                 _log.info("%s", tables.headline(self))
@@ -106,7 +105,7 @@ class Reporting:
                 tables.show(tables.plan_table(self))
         if is_wanted and self.steps:
             self.measured.facts = self.measured.facts or tables.about(self)
-            self.measured.keep(self.steps, stats, plan)
+            self.measured.keep(self.steps, stats, self.core.plan_info())
         if self.recording is not None:
             self.recording.after_step()
 

@@ -246,48 +246,6 @@ static void test_blocks_that_are_shown(void)
     device->ops->free(device);
 }
 
-/* A spare that is lent stays as it is and where it is, until it is given back. */
-static void test_lent_spares(void)
-{
-    gm_device *device;
-    gm_arena *homes;
-    gm_chunks *chunks;
-    CHECK(gm_device_host_new(4096, NULL, &device) == GM_OK);
-    const size_t bytes[2][GM_N_PIECES] = {{4096, 8192, 4096}, {4096, 8192, 4096}};
-    size_t all = gm_chunks_home_bytes(bytes, 2);
-    CHECK(gm_arena_reserve(device, all, &homes) == GM_OK);
-    gm_chunks_options options = {.device = device,
-                                 .n_chunks = 2,
-                                 .piece_bytes = bytes,
-                                 .has_homes = true,
-                                 .homes = homes,
-                                 .home_limit = all,
-                                 .device_limit = all};
-    CHECK(gm_chunks_new(&options, &chunks) == GM_OK);
-    CHECK(gm_chunks_give_homes(chunks) == GM_OK);
-    uint8_t spare[8192];
-    CHECK(gm_chunks_give_spare(chunks, 0, GM_STATE, spare) == GM_OK);
-    for (int round = 0; round < 2; round++) {
-        CHECK(gm_chunks_begin(chunks, 0, GM_STATE, GM_SPARE_WRITE, 0) == GM_OK);
-        CHECK(gm_chunks_end(chunks, 0, GM_STATE, GM_SPARE_WRITE, 0) == GM_OK);
-        gm_chunks_take_spare(chunks, 0, GM_STATE);
-        uint8_t *lent = gm_chunks_spare(chunks, 0, GM_STATE);
-        CHECK(gm_chunks_lend_spare(chunks, 0, GM_STATE) == GM_OK);
-        CHECK(gm_chunks_begin(chunks, 0, GM_STATE, GM_SPARE_WRITE, 0) == GM_ERR_STATE);
-        CHECK(strstr(gm_last_error(), "chunk 0"));
-        CHECK(gm_chunks_move_spare(chunks, 0, 1, GM_STATE) == GM_ERR_STATE);
-        CHECK(gm_chunks_begin(chunks, 0, GM_STATE, GM_SPARE_READ, 0) == GM_OK);
-        CHECK(gm_chunks_end(chunks, 0, GM_STATE, GM_SPARE_READ, 0) == GM_OK);
-        CHECK(gm_chunks_spare(chunks, 0, GM_STATE) == lent);
-        gm_chunks_give_spare_back(chunks, 0, GM_STATE);
-    }
-    CHECK(gm_chunks_move_spare(chunks, 0, 1, GM_STATE) == GM_OK);
-    CHECK(!gm_chunks_spare(chunks, 0, GM_STATE) && gm_chunks_spare(chunks, 1, GM_STATE));
-    gm_chunks_free(chunks);
-    gm_arena_free(homes);
-    device->ops->free(device);
-}
-
 static void test_without_homes(void)
 {
     gm_device *device;
@@ -315,7 +273,6 @@ int main(void)
 {
     test_against_shadow();
     test_without_homes();
-    test_lent_spares();
     test_home_limit();
     test_blocks_that_are_shown();
     puts("chunk: 6000 random steps against a shadow, invariants after each");

@@ -150,10 +150,10 @@ def test_parts_of_the_engine_are_written_by_their_own_file() -> None:
 
 
 def test_the_engines_lock_is_let_go_in_one_way() -> None:
-    """Whoever lets it go wakes a checkpoint's writer, who may wait for it."""
+    """gm_engine_unlock wakes the thread that writes a checkpoint, which may wait for the lock."""
     letting = "pthread_mutex_unlock(&engine->lock)"
     files = [name(path) for path in (ROOT / "csrc").rglob("*.c") if letting in path.read_text()]
-    assert files == ["csrc/engine/saving.c"]
+    assert files == ["csrc/engine/engine.c"]
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=name)

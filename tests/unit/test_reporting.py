@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from gemini_strategy.report import tables
+from gemini_strategy.report import reporting, tables
 from helpers import scripts
 
 BUDGET = 3_000_000
@@ -78,6 +78,32 @@ def test_stall_is_known_while_a_plan_is_followed() -> None:
     assert stats["planned"] and stats["predicted_compute_seconds"] > 0
     assert 0 <= stats["stall_percent"] < 100
     assert "total_peak_bytes" not in stats  # there is no driver to ask
+    engine.close()
+
+
+def test_a_step_asks_for_no_table_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has an entry for every chunk: the step that prints a line of the first plan asks, and no other."""
+    asked: set[object] = set()  # a core for each step that did
+    note_step = reporting.Reporting.note_step
+
+    class Counted:
+        def __init__(self, core: Any) -> None:
+            self._core = core
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "plan_info":
+                asked.add(self)
+            return getattr(self._core, name)
+
+    def counted(self: Any, stats: Any) -> None:
+        core = self.core
+        self.core = Counted(core)
+        note_step(self, stats)
+        self.core = core
+
+    monkeypatch.setattr(reporting.Reporting, "note_step", counted)
+    engine, _ = trained(None)
+    assert engine.stats()["planned"] and len(asked) == 1
     engine.close()
 
 

@@ -242,7 +242,7 @@ def test_in_the_foreground(
 def test_one_after_the_other(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    """Each has the bits of its own step, and takes the spares that the one before has given back."""
+    """Each has the bits of its own step."""
     for seed in DEVICES:
         chaos.late(monkeypatch, seed)
         want, run = _reference(), _planned(how, monkeypatch)
@@ -293,7 +293,7 @@ TURNED = Case("turned", Turned, _batch, lambda run, x: run(x).float().square().m
 def test_a_plan_that_wants_the_spares_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    """There are few, for the last layers of a forward, and then others are the last: what the writer has stays."""
+    """There are few, for the last layers of a forward, and then others are the last."""
     monkeypatch.setenv("GEMINI_RATES", _SLOW)
     first = managed(TURNED.build, RECIPE, chunk_size=4608, placement_policy="cpu")
     homes = int(first.engine.stats()["host_bytes"])
