@@ -337,8 +337,28 @@ print(train().gemini_plugin.device_budget)
     assert done.stdout == "90KB\n"
 
 
+def test_the_report_of_a_loop_that_manages_by_itself(tmp_path: Path, forks: Forks) -> None:
+    """The runner's --report is for all that trains in its run."""
+    (tmp_path / "train.py").write_text(
+        """
+import os, torch, gemini_strategy
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters())
+gemini_strategy.manage(model, optimizer, device="cpu", device_budget="200KB")
+for _ in range(6):
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    done = fork(forks, tmp_path, *RUN, "--report", "train.py")
+    assert done.stderr.count("Gemini: the plan") == 1
+    assert done.stderr.count("Gemini: the result") == 1
+    assert "Gemini:" not in fork(forks, tmp_path, *RUN, "train.py").stderr
+
+
 def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"device_budget='many'"):
+    with pytest.raises(SystemExit, match="--device-budget 'many': expected"):
         cli.main(["run", "--device-budget", "many", __file__])
     with pytest.raises(SystemExit, match="there is no file no-such-file.py"):
         cli.main(["run", "no-such-file.py"])
