@@ -90,8 +90,6 @@ def check(arguments: argparse.Namespace) -> None:
         GeminiError, ValueError: there is no such configuration, or an argument is not possible.
     """
     _check_config(Path(arguments.config))
-    if arguments.gpu is None and not may_be_here():
-        raise ValueError(NO_GPU)
     memory = int(GPUS[arguments.gpu].memory) if arguments.gpu else None
     on_device = memory or 1 << 40  # of a GPU that torch knows: any fraction is one of something
     for size in (arguments.device_budget, *(arguments.sweep or ())):
@@ -112,6 +110,8 @@ def check(arguments: argparse.Namespace) -> None:
         if why and importlib.util.find_spec(package) is None:
             extra = "'gemini-strategy[transformers]'" if package == "transformers" else package
             raise GeminiError(f"{why} needs {package}: pip install {extra}")
+    if arguments.gpu is None and not may_be_here():
+        raise ValueError(NO_GPU)
 
 
 def _check_config(given: Path) -> None:

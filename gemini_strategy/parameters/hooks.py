@@ -257,9 +257,7 @@ class _UnitCall(Attached, _C.UnitCall):
         self.enter, self.leave = unit.enter, unit.leave
         self.is_for_evaluation = unit.is_for_evaluation
         engine = unit.engine
-        is_model = module is engine.model and engine.settings.convert_inputs  # RootForward's then
-        is_served = engine.precision_plan.is_mixed and not is_model
-        self.outside = Outside(unit) if is_served else None
+        self.outside = Outside(unit) if engine.precision_plan.is_mixed else None
         self.device = unit.engine.device.type
         self._name = unit.name or type(module).__name__
         self.own = self.compiled = module.__dict__.get(_torch.COMPILED_CALL)
@@ -320,6 +318,9 @@ class RootForward(Attached):
         self.own = model.__dict__.get("forward")
         functools.update_wrapper(self, model.forward, updated=())
         model.forward = self
+        call = model.__dict__.get(_torch.COMPILED_CALL)
+        if convert_inputs and isinstance(call, _UnitCall):
+            call.outside = None  # its calls are this one's
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_CODE:

@@ -429,4 +429,5 @@ class Registration:
         parameter._gm_slot = slot
         parameter.__class__ = slot.managed_class
         if grad is not None:
-            slot.write_grad(grad.to(slot.device, slot.dtype))
+            keep = slot.write_grad if slot.has_grad_home else slot.set_grad
+            keep(grad.to(slot.device, slot.dtype))

@@ -83,7 +83,7 @@ class Loading:
         for key in self._parameters:
             found = unread.home(self._tensors[key])
             if found is not None:
-                self._sources[key] = found.files, found.key
+                self._sources[key] = found.files, found.entry
                 self._unread.add(found.files)
         if blank:
             self._check_blank(blank)

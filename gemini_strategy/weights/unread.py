@@ -67,7 +67,7 @@ class _Unread(absent.Home):
     """The home of one.
 
     Attributes:
-        files, key: where its values are, in the file's dtype.
+        files, entry: where its values are, in the file's dtype.
         dtype: its own.
         values: its own, once it was written or used twice.
     """
@@ -75,7 +75,7 @@ class _Unread(absent.Home):
     def __init__(self, files: UnreadFile, key: str, dtype: torch.dtype) -> None:
         self.name = key
         self.files = files
-        self.key = key
+        self.entry = key
         self.dtype = dtype
         self.values: torch.Tensor | None = None
         self._is_used = False
@@ -84,15 +84,12 @@ class _Unread(absent.Home):
     def open(self, is_written: bool) -> torch.Tensor:
         if self.values is not None:
             return self.values
-        read = self.files.read(self.key, self.dtype)
+        read = self.files.read(self.entry, self.dtype)
         with self._lock:  # whoever came first has made the memory that all others use
             if self.values is None and (is_written or self._is_used):
                 self.values = read
             self._is_used = True
             return read if self.values is None else self.values
-
-    def lend(self) -> torch.Tensor:
-        return self.open(True)
 
 
 def tensor(files: UnreadFile, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -110,7 +107,7 @@ def home(value: torch.Tensor) -> _Unread | None:
     found = absent.home_of(value)
     if not isinstance(found, _Unread) or found.values is not None or value.dtype is not found.dtype:
         return None
-    shape = found.files.shapes[found.key]
+    shape = found.files.shapes[found.entry]
     is_whole = tuple(value.shape) == shape and value.storage_offset() == 0
     is_whole = is_whole and order.is_same(shape, value.stride(), order.row_major(shape))
     return found if is_whole or not math.prod(shape) else None

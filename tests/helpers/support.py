@@ -93,7 +93,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     },
     "fp16: a step that overflows is skipped": {
         "plain": "unit/test_precision.py::test_skip_leaves_every_bit",
-        "lightning": f"{_FIT}fp16_skips_overflows_and_keeps_the_bits[1-lightning]",
+        "lightning": f"{_FIT}fp16_skips_overflows_and_keeps_the_bits[1]",
         "fabric": f"{_FABRIC}fp16_scales_the_loss_and_skips_overflows",
         "accelerate": f"{_ACCELERATE}a_step_of_fp16_that_overflows_is_skipped",
     },
@@ -125,7 +125,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     },
     "LR schedules": {
         "plain": "unit/test_takeover.py::test_scheduler",
-        "lightning": f"{_FIT}schedules[onecycle-lightning]",
+        "lightning": f"{_FIT}schedules[onecycle]",
         "fabric": f"{_FABRIC}schedulers_and_closures_are_served",
         "trainer": f"{_TRAINER}the_bits_of_the_reference[bf16]",
         "accelerate": f"{_ACCELERATE}the_bits_of_a_loop_by_hand[bf16]",
@@ -133,7 +133,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     "updates inside the backward": {
         "plain": "unit/test_immediate.py::test_zoo",
         "lightning": "integration/test_lightning_schedule.py::test_updates_run_inside_backward"
-        "[bf16-mixed-lightning]",
+        "[bf16-mixed]",
         "fabric": f"{_FABRIC}updates_may_run_inside_a_backward",
         "trainer": f"{_TRAINER}no_norm_is_measured_where_nothing_clips",
     },
@@ -163,7 +163,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     "a checkpoint is read without Gemini": {
         "plain": "unit/test_checkpoint.py::test_torchs_tools_read_it",
         "lightning": "integration/test_lightning_checkpoints.py::"
-        "test_our_file_in_plain_lightning[bf16-mixed-lightning]",
+        "test_our_file_in_plain_lightning[bf16-mixed]",
         "fabric": "integration/test_fabric_checkpoints.py::"
         "test_a_file_is_that_of_a_single_device[bf16-mixed]",
         "trainer": f"{_TRAINER}a_checkpoint_goes_on_without_gemini",
@@ -176,8 +176,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     },
     "weights go from files to their places": {
         "plain": "unit/test_loading.py::test_transformers_folder",
-        "lightning": "integration/test_lightning_loading.py::"
-        "test_weights_from_a_file[lightning-bf16-mixed]",
+        "lightning": "integration/test_lightning_loading.py::test_weights_from_a_file[bf16-mixed]",
         "trainer": f"{_RUNNER}a_model_from_a_folder_stays_there_until_it_is_managed",
     },
     "two ranks have the bits of one": {
@@ -226,7 +225,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     },
     "unfreezing during training": {
         "lightning": "integration/test_lightning_finetuning.py::"
-        "test_unfreezing_at_an_epoch[1-bf16-mixed-lightning]",
+        "test_unfreezing_at_an_epoch[1-bf16-mixed]",
     },
     "averages of the weights": {
         "plain": "unit/test_masters_shown.py::test_an_average_has_the_bits_of_one_over_a_plain_model",
@@ -242,7 +241,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     "two optimizers of one model": {
         "plain": _refused("unit/test_errors.py::test_several_optimizers"),
         "lightning": _refused(
-            "integration/test_lightning_stages.py::test_number_and_kind_of_optimizers[lightning]"
+            "integration/test_lightning_stages.py::test_number_and_kind_of_optimizers"
         ),
         "fabric": _refused(f"{_FABRIC}what_cannot_be_set_up_is_refused_by_name"),
         "accelerate": _refused(f"{_ACCELERATE}the_optimizer_that_was_replaced_is_refused"),
@@ -250,7 +249,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     "an optimizer that is not Adam or AdamW": {
         "plain": _refused("unit/test_errors.py::test_unsupported_optimizer[sgd]"),
         "lightning": _refused(
-            "integration/test_lightning_stages.py::test_number_and_kind_of_optimizers[lightning]"
+            "integration/test_lightning_stages.py::test_number_and_kind_of_optimizers"
         ),
         "fabric": _refused(f"{_FABRIC}what_cannot_be_set_up_is_refused_by_name"),
         "trainer": _refused(
