@@ -200,7 +200,7 @@ def lose(rank: int, size: int, when: str) -> str:
     """Rank 1 dies; what the other says, where it gets to know."""
     run = managed(CASE.build, RECIPE, placement_policy="cpu", chunk_size=4096, timeout=PATIENT)
     n = steps((run,), [QUIET] * 4, 0)
-    weights = run.engine.model_state_dict(masters=False)
+    weights = run.engine.model_state_dict(masters=True)  # it came in fp32
     torch.manual_seed(n)
     run.backward(CASE.loss(run, CASE.batch(n)))
     if when == "after the clip":
