@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "GEMINI_RUN"
-REPORT = "GEMINI_REPORT"  # "1": see manage()
 
 _noted_in = 0  # the process that has left its marks
 
@@ -57,7 +56,7 @@ def telling(plugin: dict[str, Any], reports: bool, marks: Path, startup: Path) -
     paths = os.pathsep.join([str(startup), *(others if others != [""] else [])])
     here = {VARIABLE: json.dumps(said), "PYTHONPATH": paths}
     if reports:
-        here[REPORT] = "1"
+        here["GEMINI_REPORT"] = "1"
     before = {name: os.environ.get(name) for name in here}
     os.environ |= here
     _noted_in = 0

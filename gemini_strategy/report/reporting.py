@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from gemini_strategy import inherited
 from gemini_strategy.report import tables
 from gemini_strategy.report.first_step import FirstStep
 from gemini_strategy.report.measured import Measured
@@ -112,7 +111,7 @@ class Reporting:
     def _is_report_wanted(self) -> bool:
         wanted = self.settings.report
         if wanted is None:
-            wanted = os.environ.get(inherited.REPORT) == "1"
+            wanted = os.environ.get("GEMINI_REPORT") == "1"
         return wanted and self.ranks.rank == 0
 
     def sample_device(self) -> None:

@@ -618,7 +618,8 @@ def test_figures_that_the_text_names() -> None:
         engine.zero_grad()
     stats, counted = engine.stats(), engine._runtime.core.stats()
     engine.close()
-    assert {*counted} - {*keys} == {"leases_walked"}  # for a test alone; nothing else is kept back
+    # For a test, and for the meter of steps; nothing else is kept back.
+    assert {*counted} - {*keys} == {"leases_walked", "planned_compute_seconds"}
     on_cuda_only = "total_peak_bytes"
     assert keys == [key for group in STATS.values() for key in group]
     assert list(stats) == [key for key in keys if key != on_cuda_only]
