@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gemini_strategy.huggingface import GeminiTrainer
-from helpers.interrupts import arriving
+from helpers.interrupts import Stop, arriving, handled
 from huggingface_case import (
     ReferenceTrainer,
     arguments,
@@ -22,20 +22,6 @@ from huggingface_case import (
     plugin,
     rows,
 )
-
-
-class Told(BaseException):
-    """What the handler raises."""
-
-
-@pytest.fixture
-def _handled() -> Iterator[None]:
-    def tell(*_: Any) -> None:
-        raise Told
-
-    before = signal.signal(signal.SIGINT, tell)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def _interrupt(module: nn.Module, call: int) -> None:
@@ -54,13 +40,12 @@ def _trained(make: Callable[[Any], Any], call: int) -> dict[str, torch.Tensor]:
     model = make_model()
     _interrupt(next(m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)), call)
     trainer = make(model)
-    with pytest.raises(Told):
+    with handled(signal.SIGINT), pytest.raises(Stop):
         trainer.train()
     trainer.train()
     return masters(trainer)
 
 
-@pytest.mark.usefixtures("_handled")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("call", [0, 3, 5])
 def test_an_interrupt_ends_a_training_that_can_go_on(
