@@ -60,9 +60,6 @@ class Uncopied:
         raise GeminiError("an engine cannot be pickled: save engine.state_dict()")
 
 
-_THAWING = ", set requires_grad, see that a group of the optimizer has it, and manage() again"
-
-
 class Runtime(Uncopied, Reporting):
     """One model in its chunks, from manage() to close().
 
@@ -277,9 +274,10 @@ class Runtime(Uncopied, Reporting):
             self.thawed.discard(slot)
         elif self.optimizer is not None and not slot.has_grad_home:
             if not self.takes_thawed:
+                again = "set requires_grad, see that a group of the optimizer has it, and manage() again"
                 raise GeminiError(
                     f"{slot.name} was frozen when the model was managed, so it has no place for a gradient; "
-                    f"{self.unfreezing or managed.closing(self) + _THAWING}"
+                    f"{self.unfreezing or f'{managed.closing(self)}, {again}'}"
                 )
             self.thaw(slot)
 

@@ -58,10 +58,8 @@ NO_GPU = f"gpu: none is here, so name the one that is meant: {', '.join(GPUS)}"
 
 
 def may_be_here() -> bool:
-    """Whether this machine has the driver of a GPU; it may have no GPU that torch can use."""
-    return (
-        any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
-    )  # the second: under Windows
+    """Whether this machine has the driver of a GPU (/dev/dxg: under Windows), which torch may not be able to use."""
+    return any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
 
 
 def plain(name: str) -> str:

@@ -136,11 +136,6 @@ class _Entry(_Shown):
     def assign(self, values: Mapping[str, Any], is_copied: bool) -> None:
         """`optimizer.state[p] = values`: checked before."""
         if isinstance(values, _Entry) and values.slot is not self.slot:
-            if not is_copied and values.is_live and values.slot.engine is self.slot.engine:
-                raise GeminiError(
-                    f"{self.slot.name}: its optimizer state would be the dict of {values.slot.name}, which ties them: "
-                    "assign dict(optimizer.state[p]) to swap the two, or copy.deepcopy() of it"
-                )
             values = values.taken()  # it may be written next
         rest = {k: v for k, v in values.items() if k not in (*_KEYS, *LOWS)}
         if "exp_avg" in values and is_copied:
@@ -202,11 +197,18 @@ class States(_Shown, defaultdict[Any, Any]):
             check_entry(slot.name, slot.shape, value)
             if dict.get(self, key) is value:
                 return
-            before = weakref.ref(dict.pop(self, key)) if key in self else lambda: None
-            kept = before()
+            if not is_copied:
+                _check_tie(slot, value)
+            self._let_go(key)
+            self[key].assign(value, is_copied)
+
+    def _let_go(self, key: Any) -> None:
+        """Another entry takes the place of this one, whose values stay where a program has it, and only there."""
+        if key in self:
+            reference = weakref.ref(dict.pop(self, key))
+            kept = reference()
             if kept is not None:
                 kept.part()
-            self[key].assign(value, is_copied)
 
     def __delitem__(self, key: Any) -> None:
         entry = dict.__getitem__(self, key)
@@ -303,6 +305,17 @@ def check_entry(name: str | None, shape: tuple[int, ...], entry: Mapping[str, An
     checked_step(name, entry["step"])
     for key in MOMENTS:
         _check_moment(name, shape, key, entry[key])
+
+
+def _check_tie(slot: Slot, values: Mapping[str, Any]) -> None:
+    """Refuses the live entry of another parameter."""
+    if not isinstance(values, _Entry) or values.slot is slot or not values.is_live:
+        return
+    if values.slot.engine is slot.engine:
+        raise GeminiError(
+            f"{slot.name}: its optimizer state would be the dict of {values.slot.name}, which ties them: "
+            "assign dict(optimizer.state[p]) to swap the two, or copy.deepcopy() of it"
+        )
 
 
 def load_entry(slot: Slot, entry: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ def _train() -> None:
             model,
             gs.HybridAdam(model.parameters()),
             precision="bf16-mixed",
+            device="cpu",
             placement_policy="cpu",
             chunk_size=4096,
         )
