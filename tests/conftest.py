@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # as in the processes of ranks: sums of some kernels depend on it
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU (make test-gpu)")
     config.addinivalue_line("markers", "core: of engine, guard, plans and ranks (make check)")
     os.environ.setdefault("GEMINI_RATES", RATES)

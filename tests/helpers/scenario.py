@@ -30,6 +30,7 @@ from helpers.reference import (
 from helpers.zoo import CASES, Case
 
 __all__ = [
+    "MACHINES",
     "RATES",
     "Played",
     "RandomNet",
@@ -48,6 +49,15 @@ RATES = {
     "slow towards the device": "h2d=1e5,d2h=54e9",
     "slow host": "h2d=55e9,d2h=54e9,host_adam=1e2,host_adam_beside=1e2",
     "fast host": "h2d=1e8,d2h=1e8,host_adam=1e15,host_adam_beside=1e15,device_adam=1e5",
+}
+
+_SLOW = "h2d=1e3,d2h=1e3"
+#: Copies are so slow that it pays to begin updates early, however long a busy machine takes for an operation: plans are
+#: always the same ones. Updates run on the host, on the device, on both.
+MACHINES = {
+    "host": _SLOW,
+    "device": f"{_SLOW},host_adam=0.1,host_adam_beside=0.1",
+    "both": f"{_SLOW},host_adam=1e2,host_adam_beside=1e2",
 }
 
 

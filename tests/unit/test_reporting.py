@@ -15,6 +15,7 @@ from torch import nn
 import gemini_strategy as gs
 from gemini_strategy.report import reporting, tables
 from helpers import scripts
+from helpers.scenario import MACHINES
 
 BUDGET = 3_000_000
 STEPS = 7
@@ -261,7 +262,7 @@ def test_predicted_host_peak(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [16, 256])
 def test_spares_take_the_place_of_the_model(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come with the first clipped step, when manage() has long let go of the tensors that it was given."""
-    monkeypatch.setenv("GEMINI_RATES", "h2d=1e6,d2h=1e6")
+    monkeypatch.setenv("GEMINI_RATES", MACHINES["host"])
     monkeypatch.setattr(tables, "host_resident_bytes", lambda: 10**9)
     n_model = 8 * width * (width + 1) * 4
     for device, n_freed in (("cpu", n_model), ("meta", 0)):

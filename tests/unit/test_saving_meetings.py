@@ -28,7 +28,7 @@ from helpers.reference import (
     plain,
 )
 from helpers.saving import Gate
-from helpers.scenario import budgeted
+from helpers.scenario import MACHINES, budgeted
 from helpers.zoo import Case, mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
@@ -36,11 +36,10 @@ pytestmark = pytest.mark.core  # make check runs these on a core with its own as
 CASE = mlp_case(width=48, depth=4, p=0.1)
 QUIET, FIRES = 1e3, 0.05
 RECIPE = Recipe(precision="bf16-true", clip=QUIET)
-_SLOW = "h2d=1e6,d2h=1e6"
 #: Where updates run, and what a budget is of weights and states. With such rates no time of this machine counts.
 HOWS = {
-    "host": (_SLOW, 0.3),
-    "device": (f"{_SLOW},host_adam=1e2,host_adam_beside=1e2", 0.3),
+    "host": (MACHINES["host"], 0.3),
+    "device": (MACHINES["device"], 0.3),
     "both": ("h2d=1e4,d2h=1e4,host_adam=1e2,host_adam_beside=1e2", 0.7),  # some weights stay there
 }
 DEVICES = (None, 9)  # in order, and late
@@ -294,7 +293,7 @@ def test_a_plan_that_wants_the_spares_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     """There are few, for the last layers of a forward, and then others are the last."""
-    monkeypatch.setenv("GEMINI_RATES", _SLOW)
+    monkeypatch.setenv("GEMINI_RATES", MACHINES["host"])
     first = managed(TURNED.build, RECIPE, chunk_size=4608, placement_policy="cpu")
     homes = int(first.engine.stats()["host_bytes"])
     first.engine.close()

@@ -19,13 +19,13 @@ import torch
 from helpers import chaos
 from helpers.ranks import run_ranks, values
 from helpers.reference import Plain, Recipe, assert_same_outcome, drive, managed, plain
-from helpers.scenario import budgeted
+from helpers.scenario import MACHINES, budgeted
 from helpers.zoo import mlp_case
 
 CASE = mlp_case(width=48, depth=4, p=0.1)
 QUIET, FIRES = 1e3, 0.05
 RECIPE = Recipe(precision="bf16-true", clip=QUIET)
-RATES = "h2d=1e6,d2h=1e6"  # steps are speculated
+RATES = MACHINES["host"]  # steps are speculated
 SEEDS = range(2)
 
 

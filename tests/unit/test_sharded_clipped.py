@@ -31,7 +31,7 @@ from helpers.reference import (
     managed,
     plain,
 )
-from helpers.scenario import budgeted
+from helpers.scenario import MACHINES, budgeted
 from helpers.zoo import mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
@@ -39,13 +39,6 @@ pytestmark = pytest.mark.core  # make check runs these on a core with its own as
 CASE = mlp_case(width=48, depth=4, p=0.1)
 QUIET, FIRES = 1e3, 0.05
 RECIPE = Recipe(precision="bf16-true", clip=QUIET)
-#: Copies are so slow that it pays to begin early; updates run on the host, on the device, on both.
-_SLOW = "h2d=1e6,d2h=1e6"
-MACHINES = {
-    "host": _SLOW,
-    "device": f"{_SLOW},host_adam=1e2,host_adam_beside=1e2",
-    "both": f"{_SLOW},host_adam=1e5,host_adam_beside=1e5",
-}
 PATIENT = 90.0
 
 

@@ -33,20 +33,13 @@ from helpers.reference import (
     plain,
 )
 from helpers.saving import Gate, contents
-from helpers.scenario import budgeted
+from helpers.scenario import MACHINES, budgeted
 from helpers.zoo import CASES, mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 
 CASE = mlp_case(width=48, depth=4, p=0.1)
 QUIET, FIRES = 1e3, 0.05
-#: Machines whose copies are so slow that it pays to begin early, by where updates run there.
-_SLOW = "h2d=1e6,d2h=1e6"
-MACHINES = {
-    "host": _SLOW,
-    "device": f"{_SLOW},host_adam=1e2,host_adam_beside=1e2",
-    "both": f"{_SLOW},host_adam=1e5,host_adam_beside=1e5",
-}
 RECIPE = Recipe(precision="bf16-true", clip=QUIET)
 
 
@@ -239,7 +232,7 @@ def test_ranks_leave_half_of_what_the_host_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_only_the_last_micro_batch(accumulate: int) -> None:
     recipe = replace(RECIPE, accumulate=accumulate)
-    want, run = _planned(recipe)
+    want, run = _planned(recipe, 0.3)
     before = counts(run)
     n = _steps((want, run), [QUIET] * 2, 3)
     assert counts(run).taken > before.taken and counts(run).redone == 0

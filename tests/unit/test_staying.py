@@ -35,7 +35,7 @@ from helpers.reference import (
     state_bytes,
 )
 from helpers.saving import Gate, contents
-from helpers.scenario import RATES, budgeted
+from helpers.scenario import MACHINES, RATES, budgeted
 from helpers.zoo import CASES, Case, mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
@@ -178,7 +178,7 @@ def test_updates_inside_the_backward(rates: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("limits", [[QUIET] * 6, [QUIET, QUIET, QUIET, 0.05, QUIET, QUIET]])
 def test_speculation(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the chunks that may leave; the host has room for spares, as where memory was freed since manage()."""
-    monkeypatch.setenv("GEMINI_RATES", "h2d=1e6,d2h=1e6")
+    monkeypatch.setenv("GEMINI_RATES", MACHINES["host"])
     homes, recipe = all_homes(), replace(RECIPE, clip=QUIET)
     manage = sys.modules["gemini_strategy.management"]
     monkeypatch.setattr(manage, "host_limit", lambda budget, free: homes // 2)
