@@ -109,15 +109,6 @@ def _joined(parts: list[Tensor], before: Tensor | None) -> Tensor:
 
 def play_ranks_plain(s: Scenario, size: int) -> list[Played]:
     """What every rank must see, computed by one process without an engine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks.py does: sums of some kernels depend on it
-    try:
-        return _play_ranks_plain(s, size)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _play_ranks_plain(s: Scenario, size: int) -> list[Played]:
     run = plain(s.case.build, s.recipe)
     losses: list[list[Tensor]] = [[] for _ in range(size)]
     seen: list[Tensor] = []
