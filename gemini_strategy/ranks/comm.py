@@ -101,10 +101,14 @@ def connect(
 
 @dataclass(eq=False)
 class Wait:
-    """A thread waits for other ranks, or their collectives are under way, since a time of time.monotonic()."""
+    """A thread waits for other ranks, or their collectives are under way, since a time of time.monotonic().
+
+    has_ended: well; what was found out for one that failed is for the text of its failure.
+    """
 
     since: float
     thread: int | None = None
+    has_ended: bool = False
 
 
 class Communicator:
@@ -126,9 +130,11 @@ class Communicator:
         if self._notes.gloo is not None:
             return self._notes.gloo.wait
         n_issued, _ = self.core.calls()
-        if self.core.is_over():
+        is_over, before = self.core.is_over(), self._under_way
+        if before is not None and (is_over or before[0] != n_issued):
+            before[1].has_ended = not self.core.failed_at
             self._under_way = None
-        elif self._under_way is None or self._under_way[0] != n_issued:
+        if self._under_way is None and not is_over:
             self._under_way = n_issued, Wait(time.monotonic())
         return None if self._under_way is None else self._under_way[1]
 
@@ -458,6 +464,7 @@ class _Gloo:
             for waited in works:
                 work, peer, verb = waited
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            self.wait.has_ended = True
         except RuntimeError as error:
             if time.monotonic() >= end:
                 raise GeminiDeviceError(

@@ -7,7 +7,7 @@ Invariants
     1. A rank that nobody asks does nothing but look, every few seconds, whether it is asked.
     2. Two ranks wait for each other if both wait and each has begun something that the other has not: all begin the
        same in the same order. A rank waits that has since the look before, so its numbers are of one moment.
-    3. Answers to what was asked in an earlier wait do not count.
+    3. Answers to what was asked in an earlier wait do not count. Those of a wait that failed stay for its error's text.
     4. Only a rank that still waits ends it; then all do, since a thread that waits is woken by the other side's end.
 """
 
@@ -68,10 +68,10 @@ class Lookout:
         self._store = store.clone()  # a visit that hangs must not block whoever else uses it
         self._notes = _Notes(store, ranks.rank, ranks.size, patience=patience_of(ranks.timeout))
         self._stop = threading.Event()
-        self._reports: dict[int, Report] = {}
         self._asked = b""
         self._n_asked = self._n_said = 0
-        self._wait: Wait | None = None  # that was asked for last
+        # The wait that was asked for last, and what the ranks have said since.
+        self._asked_in: tuple[Wait | None, dict[int, Report]] = (None, {})
         self._old: dict[int, int] = {}  # the numbers of reports that were there before it
         self._mark = ""  # of the place at the last look
         self._told: Wait | None = None  # that a notice was given for
@@ -89,9 +89,11 @@ class Lookout:
         return self._text({int(r): Report(**own) for r, own in json.loads(found).items()})
 
     def fact(self) -> str | None:
-        """Where the ranks were when they were asked last, this one first; None: nobody has been asked."""
-        others = {r: own for r, own in self._reports.items() if r != self._ranks.rank}
-        return self._text(self._reports) if others else None
+        """Where the ranks were when they were asked, this one first; None: in the wait that failed none has said it."""
+        asked, reports = self._asked_in
+        is_of_failure = asked is not None and not asked.has_ended
+        others = {r: own for r, own in reports.items() if r != self._ranks.rank}
+        return self._text(reports) if is_of_failure and others else None
 
     # ---- the thread ----
 
@@ -107,7 +109,6 @@ class Lookout:
         if wait is not None and time.monotonic() - wait.since >= ASK_SECONDS:
             self._ask(wait)
             return
-        self._reports = {}
         if self._store.check(["asked"]):
             asked = self._store.get("asked")
             if asked != self._asked:
@@ -127,23 +128,24 @@ class Lookout:
 
     def _ask(self, wait: Wait) -> None:
         found = self._read()
-        if wait is not self._wait:
-            self._wait, self._old = wait, {r: own.number for r, own in found.items()}
+        if wait is not self._asked_in[0]:
+            self._old = {r: own.number for r, own in found.items()}
         self._n_asked += 1
         self._store.set("asked", f"{self._ranks.rank}.{self._n_asked}")
         self._say()
         self._heed()
-        self._reports = {r: own for r, own in found.items() if own.number != self._old.get(r)}
+        reports = {r: own for r, own in found.items() if own.number != self._old.get(r)}
+        self._asked_in = wait, reports
         seconds = time.monotonic() - wait.since
-        if self._is_mutual() and self._ranks.wait() is wait:
-            told = {r: dataclasses.asdict(own) for r, own in self._reports.items()}
+        if self._is_mutual(reports) and self._ranks.wait() is wait:
+            told = {r: dataclasses.asdict(own) for r, own in reports.items()}
             self._store.set("verdict", json.dumps(told))
-            self._end(self._text(self._reports))
+            self._end(self._text(reports))
         elif wait is not self._told and seconds >= NOTICE_SECONDS:
             self._told = wait
             print(
                 f"Gemini: rank {self._ranks.rank} has waited for {seconds:.0f} s of {self._ranks.timeout:g}. "
-                + self._text(self._reports),
+                + self._text(reports),
                 file=sys.stderr,
                 flush=True,
             )
@@ -177,13 +179,13 @@ class Lookout:
                 found[r] = Report(**json.loads(self._store.get(f"place/{r}")))
         return found
 
-    def _is_mutual(self) -> bool:
+    def _is_mutual(self, reports: Mapping[int, Report]) -> bool:
         """Invariant 2; or the other waits in torch.distributed for this one, which waits for what it has not begun."""
         own = self._ranks.rank
-        mine = self._reports.get(own)
+        mine = reports.get(own)
         if mine is None or not mine.waits:
             return False
-        for r, other in self._reports.items():
+        for r, other in reports.items():
             has_more = any(m > o for m, o in zip(mine.begun, other.begun, strict=True))
             has_less = any(m < o for m, o in zip(mine.begun, other.begun, strict=True))
             is_waited_for = (other.waits and has_less) or own in other.waits_in_torch

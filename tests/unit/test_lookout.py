@@ -191,10 +191,17 @@ def test_who_is_slow_is_waited_for(tmp_path: Path) -> None:
     assert "in do_something_else: time.sleep(0.01)" in told
 
 
-def check_timeout(rank: int, size: int, folder: str) -> str:
+def check_timeout(rank: int, size: int, folder: str, timeout: float) -> str:
     """Rank 1 is outside Gemini for good: at the timeout, which is short here, the plain fact comes first."""
     impatient()
-    run = Run(timeout=2.0)
+    run = Run(timeout=timeout)
+    asked_for = lookout.Lookout.fact
+
+    def looks_once_more(self: lookout.Lookout) -> str | None:
+        self._look()  # its thread may, between the failure and its text
+        return asked_for(self)
+
+    lookout.Lookout.fact = looks_once_more  # type: ignore[method-assign]
     file = Path(folder) / "over"
     if rank == 1:
         do_something_else(file)
@@ -210,10 +217,17 @@ def check_timeout(rank: int, size: int, folder: str) -> str:
 
 
 def test_a_timeout_begins_with_the_fact(tmp_path: Path) -> None:
-    text, _ = values(run_ranks(2, tmp_path, check_timeout, str(tmp_path)))
+    """On a machine that is too busy for rank 1's answer in so short a time it is not known where that is: longer ones."""
+    for seconds in (2, 8, 32, 100):
+        folder = tmp_path / f"{seconds}"
+        folder.mkdir()
+        text, _ = values(run_ranks(2, folder, check_timeout, str(folder), float(seconds)))
+        assert f"rank 1 has not sent its bytes after {seconds} s" in text
+        if f": {FEW}" in text:
+            break
     assert text.startswith("rank 0 evaluates the model (test_lookout.py, line ")
     fact, _, rest = text.partition(f": {FEW}")
-    assert "rank 1 is outside Gemini" in fact and "rank 1 has not sent its bytes after 2 s" in rest
+    assert "rank 1 is outside Gemini" in fact and "has not sent its bytes" in rest
 
 
 def check_end(rank: int, size: int) -> None:
