@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -33,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    calm = [hypothesis.HealthCheck.too_slow]  # how long examples take depends on who else uses this machine
+    hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=calm)
+    hypothesis.settings.load_profile("tests")
     torch.set_num_threads(1)  # as in the processes of ranks: sums of some kernels depend on it
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU (make test-gpu)")
     config.addinivalue_line("markers", "core: of engine, guard, plans and ranks (make check)")

@@ -171,7 +171,7 @@ class Forks:
         job: str,
         *args: Any,
         ranks: int = 1,
-        timeout: float = 60.0,
+        timeout: float = 200.0,
         environment: dict[str, str] | None = None,
     ) -> list[Ended]:
         """job ("module:function") with these arguments, after the number of its rank where there are several."""

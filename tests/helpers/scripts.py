@@ -23,6 +23,7 @@ __all__ = ["run", "run_to_the_end"]
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
+LONGEST = 100  # seconds of one program
 
 _FORKING = """
 import gc, os, signal, sys
@@ -77,8 +78,7 @@ def run_to_the_end(
 ) -> dict[str, subprocess.CompletedProcess[str]]:
     """Each program by its name, one after the other, in forks of one process that has done the imports."""
     driver = folder / "forking.py"
-    longest = 150 // len(programs)  # seconds
-    text = _FORKING.format(imports=imports, programs=dict(programs), longest=longest)
+    text = _FORKING.format(imports=imports, programs=dict(programs), longest=LONGEST)
     driver.write_text(text)
     done = subprocess.run(
         [sys.executable, str(driver), str(folder)],
@@ -89,7 +89,7 @@ def run_to_the_end(
         },
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=3 * LONGEST,
         check=False,
     )
     assert done.returncode == 0, done.stderr

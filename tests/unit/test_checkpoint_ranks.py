@@ -122,7 +122,7 @@ def small_chunk_job(rank: int, folder: str) -> None:
     model[1].requires_grad_(False)  # 544 bytes: ranks 2 and 3 have nothing of it
     optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
     how: Any = {"precision": "bf16-true", "placement_policy": "cpu", "chunk_size": 4096}
-    engine = gs.manage(model, optimizer, device="cpu", timeout=60.0, **how)
+    engine = gs.manage(model, optimizer, device="cpu", **how)
     for step in range(8):
         engine.backward(model(torch.ones(2, 16)).float().square().mean())
         engine.step()
@@ -274,7 +274,7 @@ def writes_job(rank: int, folder: str, who: str) -> list[str]:
     """Between the call and the writing a module writes its weight, or somebody writes one."""
     torch.manual_seed(3)
     model = Renormed()
-    engine = gs.manage(model, gs.HybridAdam(model.parameters()), device="cpu", timeout=60.0)
+    engine = gs.manage(model, gs.HybridAdam(model.parameters()), device="cpu")
     with engine.full_parameter(model.table.weight) as values:
         values.fill_(3.0)
     engine.save(f"{folder}/front")
@@ -354,7 +354,7 @@ def test_a_rank_dies_while_its_writer_writes(forks: Forks, tmp_path: Path) -> No
     """The other rank's writer has an error, and the old checkpoint is whole."""
     target = tmp_path / "saved"
     want = run(forks, save_job, str(target), {}, ranks=2)[0][0]
-    ended = forks.run(f"{__name__}:background_dying_job", str(target), ranks=2, timeout=60.0)
+    ended = forks.run(f"{__name__}:background_dying_job", str(target), ranks=2)
     assert ended[1].exit_code == 7
     assert ended[0].value is not None and "rank 1" in ended[0].value, ended[0].how
     assert run(forks, load_job, str(target), {}, ranks=1)[0][0] == want
@@ -536,7 +536,7 @@ def test_a_rank_dies_while_saving(forks: Forks, tmp_path: Path) -> None:
     """The others have an error within the timeout, and the old checkpoint is whole."""
     target = tmp_path / "saved"
     want = run(forks, save_job, str(target), {}, ranks=2)[0][0]
-    ended: list[Ended] = forks.run(f"{__name__}:dying_job", str(target), ranks=2, timeout=60.0)
+    ended: list[Ended] = forks.run(f"{__name__}:dying_job", str(target), ranks=2)
     assert ended[1].exit_code == 7
     assert ended[0].value is not None and "rank 1" in ended[0].value, ended[0].how
     assert run(forks, load_job, str(target), {}, ranks=1)[0][0] == want

@@ -157,8 +157,12 @@ class Told(io.StringIO):
         return n
 
 
-def do_something_else(until: Path) -> None:
+def do_something_else(until: Path, seconds: float = 0.0) -> None:
+    """And for so long after it."""
     while not until.exists():
+        time.sleep(0.01)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
         time.sleep(0.01)
 
 
@@ -171,7 +175,7 @@ def check_slow(rank: int, size: int, folder: str) -> tuple[list[list[float]], st
         file = Path(folder) / f"told{turn}"
         sys.stderr = Told(file)
         if rank == 1:
-            do_something_else(file)
+            do_something_else(file, seconds=0.5)
         found.append(run.evaluate()[0].tolist())
         run.model.train()
         run.step()
@@ -184,7 +188,8 @@ def check_slow(rank: int, size: int, folder: str) -> tuple[list[list[float]], st
 def test_who_is_slow_is_waited_for(tmp_path: Path) -> None:
     (found, told), (other, _) = values(run_ranks(2, tmp_path, check_slow, str(tmp_path)))
     assert found == other
-    assert told.count("has waited for") == 2
+    # One for each wait; on a busy machine a step makes other waits long, too.
+    assert told.count("in do_something_else: ") == 2
     assert told.startswith("Gemini: rank 0 has waited for ")
     assert "rank 0 evaluates the model (test_lookout.py, line " in told
     assert "rank 1 is outside Gemini (test_lookout.py, line " in told

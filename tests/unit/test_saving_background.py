@@ -373,8 +373,8 @@ def test_an_interrupted_wait_ends_nothing(what: str, tmp_path: Path, gate: Gate)
     ask = NEXT.get(what, lambda *_: saving.wait())
     before = signal.signal(signal.SIGALRM, _interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
             ask(engine, tmp_path)
     finally:
         signal.signal(signal.SIGALRM, before)
