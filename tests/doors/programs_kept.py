@@ -113,7 +113,7 @@ def _(run: Run) -> Any:
     return None
 
 
-@door("kept/vector_to_parameters, then the vector changes", "19", needs_all=True, served=True)
+@door("kept/vector_to_parameters, then the vector changes", "19", needs_all=True)
 def _(run: Run) -> Any:
     vector = nn.utils.parameters_to_vector(run.model.parameters()).detach()
     nn.utils.vector_to_parameters(vector, run.model.parameters())
