@@ -37,7 +37,8 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
     gm_chunk_state *state = &engine->chunk_states[chunk];
     /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
      * updated by the step itself. */
-    bool is_updated = state->is_armed && state->n_arrived == state->n_params;
+    bool is_updated = state->is_armed && state->n_arrived == state->n_params &&
+                      state->n_held == state->n_params; /* none was dropped since */
     if (!is_updated || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
         GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
         gm_timer_start(engine, stream);

@@ -292,6 +292,49 @@ def test_parameters_without_a_gradient(share: float, set_to_none: bool, chunk_si
     _finish(run, want)
 
 
+class _Drops(nn.Module):
+    """Hooks drop the gradients of some biases while the block before each is still to have its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(8))
+        self.dropped: list[int] = []
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i in self.dropped and step % 2:
+                bias = block.bias
+                x.register_hook(lambda _, bias=bias: setattr(bias, "grad", None))
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_a_gradient_that_is_dropped_in_the_backward_is_not_stepped() -> None:
+    """Nor by the update of its chunk inside that backward: the step makes it, of what is left."""
+
+    def batch(step: int) -> tuple[Tensor, Tensor, int]:
+        return (*CASE.batch(step), step)
+
+    def loss(run: Plain, b: tuple[Tensor, Tensor, int]) -> Tensor:
+        return F.mse_loss(run(b[0], step=b[2]).float(), b[1])
+
+    case = Case("drops", _Drops, batch, loss)
+    want = plain(case.build, RECIPE)
+    run = _says_step(budgeted(case, RECIPE, 0.8, chunk_size=16384))
+    chunk = [
+        [run.engine._runtime.core.chunk(p._gm_slot.id)[0] for p in block.parameters()]
+        for block in run.model.blocks
+    ]
+    dropped = [i for i in range(1, 8) if chunk[i][1] in chunk[i - 1]]
+    assert dropped
+    for each in (want, run):
+        drive(each, case, 5)
+        each.model.dropped = dropped
+        drive(each, case, 4, first=5)
+    assert immediate(run) > 0
+    _finish(run, want)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
