@@ -34,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    calm = [hypothesis.HealthCheck.too_slow]  # how long examples take depends on who else uses this machine
+    # How long examples take depends on who else uses this machine.
+    calm = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=calm)
     hypothesis.settings.load_profile("tests")
     torch.set_num_threads(1)  # as in the processes of ranks: sums of some kernels depend on it

@@ -222,7 +222,7 @@ def check_timeout(rank: int, size: int, folder: str, timeout: float) -> str:
 
 
 def test_a_timeout_begins_with_the_fact(tmp_path: Path) -> None:
-    """On a machine that is too busy for rank 1's answer in so short a time it is not known where that is: longer ones."""
+    """Where a machine is too busy for rank 1 to answer in so short a time, a longer one is taken."""
     for seconds in (2, 8, 32, 100):
         folder = tmp_path / f"{seconds}"
         folder.mkdir()
