@@ -20,7 +20,7 @@ static gm_status check_field(const gm_engine *engine, uint32_t id, gm_field fiel
 
 static gm_status check_grad(const gm_engine *engine, uint32_t id, gm_field field)
 {
-    return field == GM_FIELD_GRAD && engine->params[id].is_used_up
+    return field == GM_FIELD_GRAD && engine->params[id].grad == GM_GRAD_USED_UP
                ? GM_FAIL(GM_ERR_STATE,
                          "the gradient of %s was used up by the update inside backward(step=True); "
                          "read it after a backward without step=True",
@@ -93,15 +93,12 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     gm_status status = begin_write(engine, p->place.chunk, field);
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_gradient_drop(engine, p);
-        p->sums = 0;
     }
     if (status == GM_OK && p->spec.numel > 0) {
         status = gm_field_write(engine, p, field, src, stream);
     }
     if (status == GM_OK && field == GM_FIELD_GRAD) {
-        engine->chunk_states[p->place.chunk].n_held += !p->is_held;
-        p->has_grad = p->is_held = true;
-        p->has_sum = p->is_used_up = false;
+        gm_gradient_note_written(engine, p);
     }
     status = status == GM_OK ? gm_watch_renew(engine) : status;
     return gm_call_end(engine, status);

@@ -25,7 +25,6 @@ static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
     engine->arrive.has_repeats |= is_repeated;
     p->arrival = engine->pass.n;
     chunk->n_arrived += !is_repeated;
-    p->has_grad = true;
     habit->now = chunk->n_arrived > habit->now ? chunk->n_arrived : habit->now;
     *out_complete = !is_repeated && chunk->n_arrived == usual;
     chunk->backwards.now += !is_repeated && chunk->n_arrived == chunk->n_params;
@@ -53,9 +52,7 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
     if (!engine->pass.is_following) {
         GM_TRY(gm_update_issue(engine, chunk));
     }
-    for (uint32_t i = 0; i < state->n_params; i++) {
-        engine->params[engine->chunk_params[state->first_param + i]].is_used_up = true;
-    }
+    gm_gradient_use_up(engine, chunk);
     if (!state->is_pending) {
         GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_GRAD));
     }
@@ -66,7 +63,7 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
 static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                            gm_stream stream)
 {
-    GM_FAIL_IF(p->is_used_up, GM_ERR_STATE,
+    GM_FAIL_IF(p->grad == GM_GRAD_USED_UP, GM_ERR_STATE,
                "a gradient arrived for %s, whose last one was used up by the update inside "
                "backward(step=True); call optimizer.zero_grad() before the next backward",
                gm_engine_name(engine, (uint32_t)(p - engine->params)));
@@ -95,7 +92,7 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t id, const void *grad, g
 
 bool gm_engine_has_grad(const gm_engine *engine, uint32_t id)
 {
-    return id < engine->n_params && engine->params[id].has_grad;
+    return id < engine->n_params && engine->params[id].grad != GM_GRAD_NONE;
 }
 
 gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
@@ -109,9 +106,6 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
         return gm_call_end(engine, status);
     }
     status = gm_gradient_drop(engine, p);
-    chunk->n_held -= p->is_held;
-    p->has_grad = p->is_held = p->has_sum = p->is_used_up = false;
-    p->sums = 0;
     chunk->backwards.now = chunk->n_held == 0 ? 0 : chunk->backwards.now;
     if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {
         status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
@@ -140,7 +134,7 @@ void gm_engine_sums(const gm_engine *engine, uint64_t *out)
 {
     for (uint32_t id = 0; id < engine->n_params; id++) {
         const gm_param *p = &engine->params[id];
-        out[id] = p->is_unreduced ? gm_fnv1a(p->sums, ~engine->gradient.n_reduces) : p->sums;
+        out[id] = gm_is_unreduced(p) ? gm_fnv1a(p->sums, ~engine->gradient.n_reduces) : p->sums;
     }
 }
 
@@ -158,15 +152,14 @@ static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
                                       p->part_offset * gm_dtype_bytes(dtype));
     GM_TRY(device->ops->fill(device, (uintptr_t)sum, 0, sizeof *sum, stream));
     GM_TRY(device->ops->sumsq(device, data, dtype, p->part_numel, sum, stream));
-    p->has_sum = true;
-    p->is_sum_zero = false;
+    p->sum = GM_SUM_RIGHT;
     return gm_chunks_end(engine->chunks, chunk, GM_GRAD, GM_READ, stream);
 }
 
 static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *params, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
-        GM_FAIL_IF(engine->params[params[i]].is_used_up, GM_ERR_STATE,
+        GM_FAIL_IF(engine->params[params[i]].grad == GM_GRAD_USED_UP, GM_ERR_STATE,
                    "gradients were used up by the update inside backward(step=True); a norm needs "
                    "backward(loss) without it");
     }
@@ -176,16 +169,15 @@ static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *para
 /* All sums there count, so those of what is not asked for are made 0. */
 static gm_status bring_sum(gm_engine *engine, gm_param *p, bool is_wanted, gm_stream stream)
 {
-    if (p->has_sum) { /* left by the kernel that brought the gradient */
+    if (p->sum == GM_SUM_RIGHT) { /* left by the kernel that brought the gradient */
         GM_TRY(gm_chunks_wait_ready(engine->chunks, p->place.chunk, GM_GRAD, stream));
     } else if (is_wanted) {
         return sum_on_device(engine, p, stream);
     }
-    if (is_wanted || p->is_sum_zero) {
+    if (is_wanted || p->sum == GM_SUM_ZERO) {
         return GM_OK;
     }
-    p->has_sum = false;
-    p->is_sum_zero = true;
+    p->sum = GM_SUM_ZERO;
     return engine->device->ops->fill(engine->device,
                                      (uintptr_t)&engine->sums.there[p - engine->params], 0,
                                      sizeof(gm_sumsq), stream);
@@ -193,12 +185,12 @@ static gm_status bring_sum(gm_engine *engine, gm_param *p, bool is_wanted, gm_st
 
 static bool is_sum_there(const gm_engine *engine, const gm_param *p)
 {
-    return p->has_sum || gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD);
+    return p->sum == GM_SUM_RIGHT || gm_chunks_is_resident(engine->chunks, p->place.chunk, GM_GRAD);
 }
 
 static bool has_own_grad(const gm_param *p)
 {
-    return p->is_held && p->part_numel > 0;
+    return gm_is_held(p) && p->part_numel > 0;
 }
 
 /* Of gradients for which the device had no room, behind the sums of parameters; none: 0. */

@@ -8,9 +8,9 @@ static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
     uint32_t n_held = 0, n_unreduced = 0;
     for (uint32_t i = 0; i < state->n_params; i++) {
         const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
-        n_held += p->is_held;
-        n_unreduced += p->is_unreduced;
-        GM_FAIL_IF(p->has_sum && !p->is_held, GM_ERR_STATE,
+        n_held += gm_is_held(p);
+        n_unreduced += gm_is_unreduced(p);
+        GM_FAIL_IF(p->sum == GM_SUM_RIGHT && !gm_is_held(p), GM_ERR_STATE,
                    "chunk %u: a norm of a gradient that is not there", chunk);
     }
     GM_FAIL_IF(n_held != state->n_held || n_unreduced != state->n_unreduced, GM_ERR_STATE,

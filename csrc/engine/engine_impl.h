@@ -15,18 +15,31 @@
 #include "plan/trace.h"
 #include "plan/tune.h"
 
+/* The gradient of a parameter; gradient.c draws the moves. */
+typedef enum gm_grad_state {
+    GM_GRAD_NONE,
+    GM_GRAD_ARRIVED, /* GM_UNREDUCED holds it: it waits for its sum over ranks */
+    GM_GRAD_GROWING, /* GM_GRAD holds what was summed before, GM_UNREDUCED what is added to it */
+    GM_GRAD_REDUCED, /* GM_GRAD holds it */
+    GM_GRAD_USED_UP, /* an update inside a backward has taken it; its bytes are gone */
+    GM_N_GRAD_STATES
+} gm_grad_state;
+
+/* What sums[] holds for a parameter. */
+typedef enum gm_sum_state {
+    GM_SUM_STALE, /* nothing that a norm may count */
+    GM_SUM_ZERO,  /* 0, which counts in no norm */
+    GM_SUM_RIGHT, /* the sum of squares of the gradient */
+} gm_sum_state;
+
 typedef struct gm_param {
     gm_engine_param spec;
     gm_param_place place;
     /* This rank's part: elements [part_first, part_first + part_numel), at part_offset of the shard. */
     uint64_t part_first, part_numel, part_offset;
-    bool has_grad;     /* a gradient has arrived since the last drop */
-    bool is_held;      /* GM_GRAD holds it, or what came of it before this pass */
-    bool is_unreduced; /* GM_UNREDUCED holds one of this pass */
-    bool has_sum;      /* sums[] holds the sum of squares of that gradient */
-    bool is_sum_zero;  /* sums[] holds 0, which counts in no norm */
-    bool is_used_up;   /* an immediate update has taken that gradient; its bytes are gone */
-    uint64_t arrival;  /* the pass in which the last gradient arrived */
+    gm_grad_state grad; /* written in gradient.c alone */
+    gm_sum_state sum;
+    uint64_t arrival; /* the pass in which the last gradient arrived */
     uint64_t sums; /* hash of the numbers of the reductions that brought it since the drop, or 0 */
     /* This rank's weights, and behind them their low parts, as the last update or the last master written has left them;
      * NULL: nobody has written weights since, or they were bf16 whose low parts are all 0. */
@@ -70,8 +83,8 @@ typedef struct gm_chunk_state {
     uint32_t first_param, n_params; /* in engine->chunk_params */
     uint32_t n_arrived;             /* of them, gradients in this pass */
     bool is_late;                   /* some came after those that are usual, and are not summed */
-    uint32_t n_held;                /* of them, is_held */
-    uint32_t n_unreduced;           /* of them, is_unreduced */
+    uint32_t n_held;                /* of them, gm_is_held */
+    uint32_t n_unreduced;           /* of them, gm_is_unreduced */
     uint64_t unreduced_since;       /* the first of these, in the order of all */
     uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
     uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
@@ -353,6 +366,18 @@ struct gm_engine {
 static inline bool gm_has_ranks(const gm_engine *engine)
 {
     return engine->ranks.n_shards * engine->ranks.n_replicas > 1;
+}
+
+/* GM_UNREDUCED holds a gradient of this pass. */
+static inline bool gm_is_unreduced(const gm_param *p)
+{
+    return p->grad == GM_GRAD_ARRIVED || p->grad == GM_GRAD_GROWING;
+}
+
+/* GM_GRAD holds a gradient, or its update inside the backward has it. */
+static inline bool gm_is_held(const gm_param *p)
+{
+    return p->grad >= GM_GRAD_GROWING;
 }
 
 static inline gm_dtype gm_grad_dtype(const gm_engine *engine, const gm_engine_param *spec)
@@ -705,7 +730,9 @@ void gm_gradient_limit(gm_engine *engine, size_t bytes); /* of unreduced ones */
 /* A gradient of this pass, of this rank. */
 gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                            gm_stream stream);
-gm_status gm_gradient_drop(gm_engine *engine, gm_param *p); /* what waits for the sum over ranks */
+gm_status gm_gradient_drop(gm_engine *engine, gm_param *p);
+void gm_gradient_note_written(gm_engine *engine, gm_param *p); /* from outside, after a drop */
+void gm_gradient_use_up(gm_engine *engine, uint32_t chunk);    /* all of the chunk's */
 /* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
 gm_status gm_gradient_reduce(gm_engine *engine, uint32_t chunk);
 gm_status gm_gradient_reduce_all(gm_engine *engine);

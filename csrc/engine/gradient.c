@@ -4,6 +4,15 @@
  * own gradient on that stream, and never crosses to another.  The same kernel leaves the exact sum of squares of
  * what it wrote, once somebody has asked for the norm.
  *
+ *            arrives               sum over ranks              update inside the backward
+ *     NONE -----------> ARRIVED ---------------------> REDUCED ---------------------------> USED_UP
+ *                                                       |   ^
+ *                                    another arrives    v   |    sum over ranks
+ *                                                      GROWING
+ *
+ * One rank has no sum: what arrives is REDUCED at once, as is what is written from outside.  A drop leads from each
+ * state to NONE, and it alone from USED_UP.
+ *
  * Invariants, with several ranks
  *   1. Every sum is issued on comm_stream, in an order that is the same on all ranks (invariants 1 and 2 of weights.c).
  *   2. Unreduced gradients are pinned from the first one until their reduction: nobody evicts a transient piece.
@@ -17,6 +26,34 @@
  * The host may wait in: add_at_home (a gradient that is added to one at home, on demand); and on demand where a piece is
  * released. */
 #include "engine/engine_impl.h"
+
+static const bool may_move[GM_N_GRAD_STATES][GM_N_GRAD_STATES] = {
+    [GM_GRAD_NONE] = {[GM_GRAD_NONE] = true, [GM_GRAD_ARRIVED] = true, [GM_GRAD_REDUCED] = true},
+    [GM_GRAD_ARRIVED] = {[GM_GRAD_NONE] = true, [GM_GRAD_ARRIVED] = true, [GM_GRAD_REDUCED] = true},
+    [GM_GRAD_GROWING] = {[GM_GRAD_NONE] = true, [GM_GRAD_GROWING] = true, [GM_GRAD_REDUCED] = true},
+    [GM_GRAD_REDUCED] = {[GM_GRAD_NONE] = true,
+                         [GM_GRAD_GROWING] = true,
+                         [GM_GRAD_REDUCED] = true,
+                         [GM_GRAD_USED_UP] = true},
+    [GM_GRAD_USED_UP] = {[GM_GRAD_NONE] = true},
+};
+
+static void move(gm_engine *engine, gm_param *p, gm_grad_state to)
+{
+    gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
+    GM_ASSERT(may_move[p->grad][to]);
+    state->n_held -= gm_is_held(p);
+    state->n_unreduced -= gm_is_unreduced(p);
+    p->grad = to;
+    state->n_held += gm_is_held(p);
+    state->n_unreduced += gm_is_unreduced(p);
+}
+
+/* The gradient is another one now than sums[] has been made of. */
+static void outdate_sum(gm_param *p)
+{
+    p->sum = p->sum == GM_SUM_ZERO ? GM_SUM_ZERO : GM_SUM_STALE;
+}
 
 /* ---- this rank's part ---- */
 
@@ -71,36 +108,29 @@ static gm_status put(gm_engine *engine, gm_param *p, const void *grad, gm_dtype 
         .dst_dtype = home_dtype,
         .src_dtype = dtype,
         .numel = p->part_numel,
-        .accumulate = p->is_held,
+        .accumulate = gm_is_held(p),
         .divisor = divisor,
     };
     uint32_t chunk = p->place.chunk;
     bool is_here;
     GM_TRY(is_on_device(engine, chunk, stream, &is_here));
-    p->has_sum = false;
+    outdate_sum(p);
     if (is_here) {
         gm_sumsq *sum = engine->arrive.wants_sums ? &engine->sums.there[p - engine->params] : NULL;
         GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_WRITE, stream));
         args.dst = (void *)(gm_chunks_address(chunks, chunk, GM_GRAD) + offset);
         GM_TRY(device->ops->grad_add(device, &args, sum, stream));
-        p->has_sum = sum != NULL;
-        p->is_sum_zero &= sum == NULL;
+        p->sum = sum ? GM_SUM_RIGHT : p->sum;
         return gm_chunks_end(chunks, chunk, GM_GRAD, GM_WRITE, stream);
     }
     args.dst = gm_chunks_home(chunks, chunk, GM_GRAD) + offset;
-    if (device->is_host || p->is_held || dtype != home_dtype || gm_grad_is_divided(&args)) {
+    if (device->is_host || gm_is_held(p) || dtype != home_dtype || gm_grad_is_divided(&args)) {
         return add_at_home(engine, chunk, &args, stream);
     }
     GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_WRITE, stream));
     GM_TRY(device->ops->copy_d2h(device, args.dst, (uintptr_t)grad,
                                  args.numel * gm_dtype_bytes(dtype), stream));
     return gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_WRITE, stream);
-}
-
-static void note_held(gm_engine *engine, gm_param *p)
-{
-    engine->chunk_states[p->place.chunk].n_held += !p->is_held;
-    p->is_held = true;
 }
 
 /* ---- several ranks ---- */
@@ -140,7 +170,7 @@ static gm_status fill_absent(gm_engine *engine, uint32_t chunk, size_t width)
     uintptr_t whole = gm_chunks_address(engine->chunks, chunk, GM_UNREDUCED);
     for (uint32_t i = 0; i < state->n_params && state->n_unreduced < state->n_params; i++) {
         const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
-        if (!p->is_unreduced && p->spec.numel > 0) {
+        if (!gm_is_unreduced(p) && p->spec.numel > 0) {
             GM_TRY(engine->device->ops->fill(engine->device, whole + p->place.offset * width, 0,
                                              p->spec.numel * width, engine->ranks.stream));
         }
@@ -186,18 +216,16 @@ static gm_status reduce(gm_engine *engine, uint32_t chunk)
     GM_TRY(gm_chunks_begin(chunks, chunk, GM_UNREDUCED, GM_READ, stream));
     for (uint32_t i = 0; i < state->n_params; i++) {
         gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
-        if (!p->is_unreduced) {
+        if (!gm_is_unreduced(p)) {
             continue;
         }
         if (p->part_numel > 0) {
             GM_TRY(put(engine, p, (const void *)(mine + p->part_offset * gm_dtype_bytes(dtype)),
                        dtype, engine->gradient.divisor_after, stream));
         }
-        note_held(engine, p);
+        move(engine, p, GM_GRAD_REDUCED);
         p->sums = gm_fnv1a(p->sums, engine->gradient.n_reduces);
-        p->is_unreduced = false;
     }
-    state->n_unreduced = 0;
     GM_TRY(gm_chunks_end(chunks, chunk, GM_UNREDUCED, GM_READ, stream));
     return forget_unreduced(engine, chunk);
 }
@@ -261,7 +289,7 @@ static gm_status take_before_sum(gm_engine *engine, gm_param *p, const void *gra
             .dst_dtype = kept,
             .src_dtype = dtype,
             .numel = p->spec.numel,
-            .accumulate = p->is_unreduced,
+            .accumulate = gm_is_unreduced(p),
             .divisor = engine->gradient.divisor_before,
         };
         status = device->ops->grad_add(device, &args, NULL, stream);
@@ -271,8 +299,7 @@ static gm_status take_before_sum(gm_engine *engine, gm_param *p, const void *gra
     if (status != GM_OK) {
         return gm_engine_die(engine, status); /* the other ranks sum what this one does not have */
     }
-    state->n_unreduced += !p->is_unreduced;
-    p->is_unreduced = true;
+    move(engine, p, gm_is_held(p) ? GM_GRAD_GROWING : GM_GRAD_ARRIVED);
     return GM_OK;
 }
 
@@ -285,19 +312,33 @@ gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_
     if (p->part_numel > 0) {
         GM_TRY(put(engine, p, grad, dtype, 1, stream));
     }
-    note_held(engine, p);
+    move(engine, p, GM_GRAD_REDUCED);
     return GM_OK;
 }
 
 gm_status gm_gradient_drop(gm_engine *engine, gm_param *p)
 {
-    if (!p->is_unreduced) {
-        return GM_OK;
+    bool has_waited = gm_is_unreduced(p);
+    move(engine, p, GM_GRAD_NONE);
+    outdate_sum(p);
+    p->sums = 0;
+    return has_waited && engine->chunk_states[p->place.chunk].n_unreduced == 0
+               ? forget_unreduced(engine, p->place.chunk)
+               : GM_OK;
+}
+
+void gm_gradient_note_written(gm_engine *engine, gm_param *p)
+{
+    move(engine, p, GM_GRAD_REDUCED);
+}
+
+void gm_gradient_use_up(gm_engine *engine, uint32_t chunk)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        move(engine, &engine->params[engine->chunk_params[state->first_param + i]],
+             GM_GRAD_USED_UP);
     }
-    p->is_unreduced = false;
-    return --engine->chunk_states[p->place.chunk].n_unreduced > 0
-               ? GM_OK
-               : forget_unreduced(engine, p->place.chunk);
 }
 
 gm_status gm_gradient_reduce_all(gm_engine *engine)

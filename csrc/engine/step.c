@@ -20,7 +20,7 @@ static gm_status check_updates(const gm_engine *engine, const gm_update *updates
     for (uint32_t i = 0; i < n; i++) {
         GM_TRY(gm_engine_check_param(engine, updates[i].param));
         const gm_param *p = &engine->params[updates[i].param];
-        GM_FAIL_IF(!p->spec.has_moments || (needs_grads && !p->has_grad), GM_ERR_ARG,
+        GM_FAIL_IF(!p->spec.has_moments || (needs_grads && p->grad == GM_GRAD_NONE), GM_ERR_ARG,
                    "%s has no %s", gm_engine_name(engine, updates[i].param),
                    p->spec.has_moments ? "gradient" : "moments");
         gm_adam_scalars scalars;
@@ -91,7 +91,7 @@ static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **
 static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     for (uint32_t i = 0; !engine->update.is_armed && i < n; i++) {
-        GM_FAIL_IF(engine->params[updates[i].param].is_used_up, GM_ERR_STATE,
+        GM_FAIL_IF(engine->params[updates[i].param].grad == GM_GRAD_USED_UP, GM_ERR_STATE,
                    "the gradient of %s was used up by the update inside "
                    "backward(step=True): call zero_grad() and backward before this step",
                    gm_engine_name(engine, updates[i].param));

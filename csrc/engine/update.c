@@ -472,7 +472,7 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
         gm_task *task;
-        if (!p->is_used_up && !state->is_pending && !state->is_armed) {
+        if (p->grad != GM_GRAD_USED_UP && !state->is_pending && !state->is_armed) {
             GM_TRY(prepare_task(engine, p->place.chunk, &task));
             gm_update_make_pending(engine, p->place.chunk);
             state->version += !arm;
@@ -481,7 +481,7 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
     for (uint32_t i = 0; i < n; i++) {
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-        if (!p->is_used_up) {
+        if (p->grad != GM_GRAD_USED_UP) {
             GM_TRY(add_range(&state->task[engine->step.n & 1], p, &updates[i].hyper));
         }
     }

@@ -57,7 +57,7 @@ void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
         for (uint32_t i = 0; i < state->n_params; i++) {
             const gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
             out[id].n_trained += p->spec.has_grad;
-            out[id].n_done += p->has_grad && !p->is_used_up;
+            out[id].n_done += p->grad != GM_GRAD_NONE && p->grad != GM_GRAD_USED_UP;
         }
     }
     gm_engine_unlock(engine);
