@@ -23,7 +23,6 @@ from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.comm import ranks_text
 from gemini_strategy.ranks.ranks import Ranks, check_lines, check_same, fingerprint
 from gemini_strategy.settings import Settings
-from gemini_strategy.step_in_backward import WAY_OUT
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -306,9 +305,9 @@ def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -
         shown = functools.reduce(operator.or_, [each.pop("shown") for each in everyone])
         check_same(everyone)
     except GeminiError as error:
-        if engine.step_in_backward.give_up() is None:
+        closed = engine.step_in_backward.give_up(str(error))
+        if closed is None:
             raise
-        text = f"{error}; weights had been updated inside backward: {WAY_OUT}"
-        engine.ranks.abort(text)
-        raise type(error)(text) from error
+        engine.ranks.abort(closed)
+        raise type(error)(closed) from error
     return [slot for slot in engine.slots if shown >> slot.id & 1]

@@ -584,7 +584,9 @@ class Runtime(Uncopied, Reporting):
             shown = agreement.check_hyperparameters(self, "optimizer step", present)
         if not work:
             self._check_unknown()
-            self.step_in_backward.give_up()
+            closed = self.step_in_backward.give_up("optimizer.step() found no gradient to step")
+            if closed is not None:
+                raise GeminiError(closed)
             return loss
         divisor = 1.0
         if self.scaler is not None:

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
 
-WAY_OUT = (
-    "this engine can only be closed now: engine.close(), then load a checkpoint into model and optimizer and manage() "
-    "again. Without step=True an error in a backward changes no weight"
-)
 _BETWEEN = "between backward(step=True) and optimizer.step()"
 
 Updates = list[tuple[Any, ...]]  # as Runtime._update makes them
@@ -61,7 +57,9 @@ class StepInBackward:
             GeminiError: the last such step has not come, or its gradients are still there. Nothing has changed then.
         """
         if self.waits:
-            raise GeminiError(f"no step has followed backward(step=True): {self._name()}: {_STEP}")
+            raise GeminiError(
+                f"no step has followed backward(step=True): {self._name()}: call optimizer.step() first"
+            )
         if self.used:
             raise GeminiError(self._used_up(min(self.used)))
         # Whether what was assigned has been written is looked at before a step: there is none inside a backward.
@@ -70,14 +68,16 @@ class StepInBackward:
         try:
             yield
         except BaseException as error:
-            closed = self.give_up()
+            closed = self.give_up(f"{type(error).__name__}: {error}")
             if closed is not None:
-                error.add_note(f"{closed}; {WAY_OUT}")
+                error.add_note(
+                    f"{closed}. Without step=True an error in a backward changes no weight"
+                )
             raise
         self._now(waits=True)
 
-    def give_up(self) -> str | None:
-        """The step will not come: None if nothing has changed, else what has closed the engine.
+    def give_up(self, cause: str) -> str | None:
+        """The step will not come: None if nothing has changed, else the error that all later calls raise.
 
         A text, as an exception would keep the frames of the one that is being handled, and they the graph.
         """
@@ -86,7 +86,7 @@ class StepInBackward:
         self._now(waits=False)
         if was_armed:
             try:
-                self._engine.core.disarm()
+                self._engine.core.disarm(cause)
             except GeminiError as error:
                 return str(error)
         return None
@@ -115,7 +115,8 @@ class StepInBackward:
         """The gradient is set or dropped."""
         if self.waits and slot.id in self._numbers and self._engine.core.has_grad(slot.id):
             raise GeminiError(
-                f"{slot.name}: its gradient is dropped or changed {_BETWEEN}: {_STEP}"
+                f"{slot.name}: its gradient is dropped or changed {_BETWEEN}: call optimizer.step() first; a gradient "
+                "that is to change before its step needs a backward without step=True"
             )
         if slot.id in self.used:
             self.used.discard(slot.id)
@@ -143,10 +144,12 @@ class StepInBackward:
                 f"{name}: hyperparameters, the state or the clip factor changed {_BETWEEN}; change them before "
                 "backward, or call backward without step=True"
             )
-            closed = self.give_up() if self._is_armed else None
+            closed = self.give_up(text)
             if closed is not None:
-                raise GeminiError(f"{text}. Weights had been updated already: {WAY_OUT}") from None
-            raise GeminiError(f"{text}. Nothing has been updated")
+                raise GeminiError(closed)
+            raise GeminiError(
+                f"{text}. Nothing has been updated: optimizer.step() now is a step with these numbers"
+            )
 
     def done(self, slots: Iterable[Slot]) -> None:
         """The step was taken."""
@@ -169,6 +172,3 @@ class StepInBackward:
             "backward(step=True): call optimizer.step(), then zero_grad() before the next backward; to read, clip or "
             "keep gradients call backward without step=True"
         )
-
-
-_STEP = "call optimizer.step() first, or backward without step=True"

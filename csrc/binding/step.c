@@ -137,7 +137,16 @@ static PyObject *core_announce(core *self, PyObject *args)
 }
 
 GM_PY_CALL(wants_numbers, 0, bool, PyBool_FromLong, gm_engine_wants_numbers(engine))
-GM_PY_CALL_STATUS(disarm, 0, gm_engine_disarm(engine))
+
+static PyObject *core_disarm(core *self, PyObject *args)
+{
+    const char *cause;
+    gm_engine *engine = gm_py_engine_of(self);
+    GM_PY_TRY(engine && PyArg_ParseTuple(args, "s", &cause));
+    gm_status status;
+    GM_WITHOUT_GIL(engine, status = gm_engine_disarm(engine, cause));
+    return gm_py_finish(status);
+}
 
 static PyObject *core_stats(core *self, PyObject *Py_UNUSED(unused))
 {
@@ -200,7 +209,7 @@ PyMethodDef gm_py_step_methods[] = {
     GM_CORE_METHOD(arm, VARARGS, "(updates) -> bool"),
     GM_CORE_METHOD(wants_numbers, FASTCALL, "() -> bool"),
     GM_CORE_METHOD(announce, VARARGS, "(updates)"),
-    GM_CORE_METHOD(disarm, FASTCALL, "()"),
+    GM_CORE_METHOD(disarm, VARARGS, "(cause)"),
     GM_CORE_METHOD(stats, NOARGS, "() -> dict"),
     {NULL, NULL, 0, NULL},
 };

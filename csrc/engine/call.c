@@ -35,15 +35,22 @@ static void notice_failed_update(gm_engine *engine)
     }
 }
 
+gm_status gm_call_check(const gm_engine *engine)
+{
+    GM_FAIL_IF(engine->dead != GM_OK, engine->dead,
+               "the engine is closed by an earlier error: %s; it can only be closed now: "
+               "engine.close(), then load a checkpoint into model and optimizer and manage() again",
+               engine->dead_text);
+    return GM_OK;
+}
+
 gm_status gm_call_begin(gm_engine *engine)
 {
     GM_TRY(gm_check_process(engine->owner)); /* before a lock that nobody here may hold */
     pthread_mutex_lock(&engine->lock);
     notice_failed_update(engine);
-    gm_status status = engine->dead == GM_OK
-                           ? free_ended_leases(engine)
-                           : GM_FAIL(engine->dead, "the engine is closed by an earlier error: %s",
-                                     engine->dead_text);
+    gm_status status = gm_call_check(engine);
+    status = status == GM_OK ? free_ended_leases(engine) : status;
     if (status != GM_OK) {
         gm_engine_unlock(engine);
     }

@@ -146,9 +146,9 @@ gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, ui
 /* The backward that comes now ends the step, with these numbers: chunks may be updated inside it, as soon as their
  * gradients are complete.  *out is false, and nothing has changed, when that is not possible now.  Then
  * gm_engine_step with the same updates; or, when no step comes, gm_engine_disarm: it closes the engine if weights have
- * been updated already, else nothing has changed. */
+ * been updated already, else nothing has changed.  cause: why no step comes, which later errors say. */
 gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out);
-gm_status gm_engine_disarm(gm_engine *engine);
+gm_status gm_engine_disarm(gm_engine *engine, const char *cause);
 /* Where a step may run before it is known (speculation.c): its numbers are wanted, by the first gradient.  announce: these
  * are they, if nothing comes in between; a step with others is as right. */
 bool gm_engine_wants_numbers(gm_engine *engine);

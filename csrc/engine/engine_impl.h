@@ -743,6 +743,7 @@ void gm_gradient_note_step(gm_engine *engine); /* whose gradients all ranks have
 gm_status gm_check_state(const gm_engine *engine);
 
 /* call.c */
+gm_status gm_call_check(const gm_engine *engine); /* an error where one has closed the engine */
 gm_status gm_call_begin(gm_engine *engine); /* locks; drains ended leases */
 gm_status gm_call_begin_on(gm_engine *engine, gm_stream stream);
 gm_status gm_call_end(gm_engine *engine, gm_status status); /* unlocks; passes the status on */

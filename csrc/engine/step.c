@@ -195,7 +195,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     return status;
 }
 
-gm_status gm_engine_disarm(gm_engine *engine)
+gm_status gm_engine_disarm(gm_engine *engine, const char *cause)
 {
     GM_TRY(gm_call_begin(engine));
     bool has_updated = false;
@@ -204,9 +204,12 @@ gm_status gm_engine_disarm(gm_engine *engine)
     }
     gm_status status = GM_OK;
     if (has_updated) {
-        status = gm_engine_die(
-            engine, GM_FAIL(GM_ERR_STATE, "backward(step=True) failed after it had updated some of "
-                                          "the weights"));
+        (void)gm_engine_die(
+            engine,
+            GM_FAIL(GM_ERR_STATE,
+                    "backward(step=True) failed after it had updated some of the weights: %s",
+                    cause));
+        status = gm_call_check(engine);
     } else if (engine->update.is_armed) {
         gm_update_disarm(engine);
         engine->step.n--;

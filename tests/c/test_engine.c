@@ -787,7 +787,7 @@ static bool train_step(world *w, uint64_t shape, bool is_busy)
         if (backward(w, shape, is_recomputed, is_busy && !is_armed, is_busy)) {
             continue;
         }
-        gm_status status = gm_engine_disarm(w->engine);
+        gm_status status = gm_engine_disarm(w->engine, "a test");
         if (status != GM_OK) {
             CHECK(is_armed && status == GM_ERR_STATE);
             check_dead(w, updates, n, n_immediate);

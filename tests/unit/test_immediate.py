@@ -574,10 +574,11 @@ def test_error_in_a_backward_that_has_updated(error: type[BaseException]) -> Non
     told = _told(caught.value)
     assert "failed after it had updated" in told and "engine.close()" in told
     assert "load a checkpoint" in told
-    with pytest.raises(gs.GeminiError, match="failed after it had updated"):
+    later = rf"failed after it had updated.*{error.__name__}: mine.*load a checkpoint"
+    with pytest.raises(gs.GeminiError, match=later):
         run.engine._runtime.core.check()
     run.model.is_armed = False
-    with pytest.raises(gs.GeminiError, match="failed after it had updated"):
+    with pytest.raises(gs.GeminiError, match=later):
         drive(run, case, 1, first=4)
     with pytest.warns(RuntimeWarning, match="failed after it had updated"):
         run.engine.close()
@@ -733,6 +734,7 @@ def test_what_comes_between_backward_and_step_is_refused_on_demand(use: str) -> 
     with pytest.raises(gs.GeminiError, match=r"(weight|bias).*step\(\)") as error:
         USES[use](run)
     assert "backward(step=True)" in str(error.value)
+    assert "or backward without" not in str(error.value)  # which would not help now
     _goes_on(want, run)
 
 
@@ -757,6 +759,26 @@ def test_changed_hyperparameters_are_refused_on_demand() -> None:
         run.engine.step()
     group["lr"] = lr
     _goes_on(want, run)
+
+
+def test_after_changed_hyperparameters_the_next_step_takes_them() -> None:
+    """As the refusal says."""
+    want, run = _on_demand()
+    for each in (want, run):
+        each.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(gs.GeminiError, match=r"optimizer\.step\(\) now is a step with these"):
+        run.engine.step()
+    _goes_on(want, run)
+
+
+def test_a_step_that_finds_nothing_to_step_after_updates_says_that_it_closes_the_engine() -> None:
+    _, run = _planned()
+    _backward(run, 3)
+    run.optimizer.param_groups[0]["params"] = []
+    with pytest.raises(gs.GeminiError, match="no gradient to step.*load a checkpoint"):
+        run.engine.step()
+    with pytest.warns(RuntimeWarning, match="of no single step"):
+        run.engine.close()
 
 
 def test_an_error_in_backward_announces_nothing() -> None:

@@ -472,7 +472,7 @@ def check_steps(rank: int, size: int) -> None:
     text = refusal(engine.step)
     assert "terms.0.p has no gradient on rank 1" in text, text
     if rank != 1:
-        assert "weights had been updated inside backward" in text
+        assert "failed after it had updated" in text and "load a checkpoint" in text, text
         assert "closed" in refusal(engine.zero_grad)
     refusal(engine.model_state_dict)  # nobody waits for those that are closed
     with pytest.warns(RuntimeWarning, match="part of the weights only"):
