@@ -58,7 +58,6 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_
     span part = {0};
     GM_TRY(span_of(engine, id, first, n, &part));
     GM_TRY(gm_call_begin(engine));
-    gm_window_spoil(engine); /* the host waits */
     gm_status status = check_grad(engine, id, field);
     status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
     if (status == GM_OK && field != GM_FIELD_GRAD) {

@@ -39,8 +39,8 @@
     /* of others of this process, as plans expect it, with the slack */                           \
     X(size_t, outside_peak_bytes, engine->inputs.outside_peak_bytes)                              \
     X(bool, planned, engine->room.plan != NULL)                                                   \
-    /* there is no plan, or one is due, or steps still judge it */                                \
-    X(bool, settling, gm_window_is_provisional(engine))                                           \
+    /* there is no plan, one is due, or the first passes that correct the rates are not over */   \
+    X(bool, settling, gm_planner_is_settling(engine))                                             \
     X(uint32_t, rank, engine->ranks.rank)                                                         \
     X(uint32_t, shards, engine->ranks.n_shards)                                                   \
     X(uint32_t, replicas, engine->ranks.n_replicas)                                               \

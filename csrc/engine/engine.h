@@ -49,7 +49,7 @@ typedef struct gm_engine_options {
     gm_policy policy;
     bool is_grad_f32;   /* gradients are kept in fp32 instead of the weight's dtype */
     gm_rates rates;     /* h2d 0: unknown, and nothing is planned */
-    bool is_tuned;      /* the first steps under plans correct the rate of Adam on the host */
+    bool is_tuned;      /* steps correct the rate of Adam on the host */
     double state_share; /* gm_plan_input */
     size_t slack_bytes; /* device bytes that a plan leaves free within the budget */
     /* Ranks that share every chunk, and ranks that have the same shard as this one; borrowed, attached to the device;

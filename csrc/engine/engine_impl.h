@@ -13,7 +13,6 @@
 #include "plan/layout.h"
 #include "plan/plan.h"
 #include "plan/trace.h"
-#include "plan/tune.h"
 
 /* The gradient of a parameter; gradient.c draws the moves. */
 typedef enum gm_grad_state {
@@ -151,23 +150,6 @@ typedef struct gm_ranks {
     uint64_t n_wishes, n_waits;
 } gm_ranks;
 
-/* Steps under a plan that are timed; see window.c. */
-typedef struct gm_window {
-    gm_rates rates; /* as measured at start-up, and by steps since */
-    gm_tuner tuner;
-    bool is_tuned;                 /* steps correct the rates */
-    gm_event begin, end;           /* 0: not yet made */
-    unsigned n_steps;              /* under the present plan */
-    unsigned long long ns, params; /* of updates on the host, before it */
-    bool is_asked;                 /* the plan to be made comes of what a window has shown */
-    bool is_spoiled;    /* something else than steps ran in it: evaluation, reading, a timeline */
-    unsigned n_spoiled; /* such windows so far */
-    /* What a whole window has shown, until it is judged: at once by one rank, by several together. */
-    double seconds, seen; /* of a step, 0: none is whole; parameters/s of host Adam, 0: too few */
-    bool is_hopeless;     /* no window here will ever be whole */
-    bool has_said_so;     /* that it is hopeless, where it was judged */
-} gm_window;
-
 typedef struct gm_watch {
     gm_lease *leases;
     uint32_t n_pinned;     /* of them */
@@ -180,7 +162,8 @@ typedef struct gm_room {
     size_t shed_limit; /* of blocks, until the next plan; SIZE_MAX: none */
     size_t (*outside_bytes)(void *context);
     void *outside_context;
-    gm_plan *plan; /* followed; NULL: on demand */
+    gm_plan *plan;                           /* followed; NULL: on demand */
+    unsigned long long host_ns, host_params; /* of updates on the host, before it */
     bool wants_plan;
     char refusal[512]; /* see gm_engine_refusal */
     bool is_settled;   /* the homes that the plan does not need have gone */
@@ -244,6 +227,8 @@ typedef struct gm_runs {
 
 typedef struct gm_plan_inputs {
     gm_runs runs;
+    gm_rates rates; /* as measured at start-up; of Adam on the host, as steps have shown since */
+    bool is_tuned;  /* steps show it */
     double state_share;
     size_t slack_bytes, outside_peak_bytes;
 } gm_plan_inputs;
@@ -297,7 +282,6 @@ typedef struct gm_speculation {
     bool has_limit, is_wanted; /* plans may speculate */
     bool is_open;              /* whether open_step clipped is not known yet */
     uint64_t open_step;
-    bool had_numbers;                   /* it was announced */
     bool has_norm, has_numbers;         /* since the last step: asked for, announced */
     unsigned n_quiet, n_loud;           /* steps in a row that asked and did not clip; others */
     unsigned patience;                  /* so many of them change is_wanted */
@@ -343,7 +327,6 @@ struct gm_engine {
     gm_tick_timer timer;
     gm_clips clip;
     gm_ranks ranks;
-    gm_window window;
     struct gm_stage *stage; /* NULL: no chunk's states are streamed */
     gm_watch watch;
     gm_room room;
@@ -485,6 +468,7 @@ void gm_timer_stop(gm_engine *engine, gm_stream stream);     /* it ends */
 void gm_timer_end(gm_engine *engine, const gm_trace *trace); /* the pass was this; NULL: unknown */
 /* Measured times go into the traces; the host waits.  True: a plan should be made from them. */
 bool gm_timer_resolve(gm_engine *engine);
+bool gm_timer_has_settled(const gm_engine *engine); /* that has been true before */
 
 /* ranks.c */
 void gm_ranks_init(gm_engine *engine, const gm_engine_options *options);
@@ -568,23 +552,6 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
 /* The same into the spares; the weights may be at home as well. */
 gm_status gm_stage_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
-/* window.c */
-void gm_window_init(gm_engine *engine, const gm_engine_options *options);
-void gm_window_free(gm_engine *engine);
-/* A new plan is followed from here on, or the present one with newer predictions. */
-void gm_window_start(gm_engine *engine);
-void gm_window_watch(gm_engine *engine);      /* a step has ended; waits where a window ends */
-void gm_window_spoil(gm_engine *engine);      /* something else than steps runs now */
-void gm_window_end_asking(gm_engine *engine); /* its plan is made, or there is none */
-/* Parameters/s of host Adam in the window so far; 0: too few to tell, or no plan. */
-double gm_window_rate(const gm_engine *engine);
-bool gm_window_has_verdict(const gm_engine *engine);    /* there is something to judge */
-bool gm_window_is_provisional(const gm_engine *engine); /* no plan, or another may follow soon */
-/* What a window has shown (0 seconds: nothing) decides.  True: a plan should be made anew. */
-bool gm_window_judge(gm_engine *engine, double seconds, double seen, bool is_hopeless);
-/* A plan is made anew before a window was whole: what it has shown is better than what start-up measured. */
-void gm_window_believe(gm_engine *engine, double seen);
-
 /* field.c */
 typedef struct gm_slice {
     gm_piece piece;
@@ -655,6 +622,8 @@ void gm_room_end_wish(gm_engine *engine);
 void gm_room_follow(gm_engine *engine, gm_plan *plan);   /* whose places have been adopted */
 void gm_room_set_plan(gm_engine *engine, gm_plan *plan); /* with the same places; or NULL */
 void gm_room_note_settled(gm_engine *engine);
+/* Parameters/s of Adam on the host under the plan, so far; 0: too few to tell, or no plan. */
+double gm_room_host_rate(const gm_engine *engine);
 size_t gm_room_limit(const gm_engine *engine); /* bytes of blocks that chunks may take now */
 /* On demand from here on, with what is resident and the whole budget; waits. */
 gm_status gm_room_drop_plan(gm_engine *engine);
@@ -762,6 +731,8 @@ typedef struct gm_inputs {
 void gm_inputs_init(gm_engine *engine, const gm_engine_options *options);
 void gm_inputs_note_run(gm_engine *engine, uint32_t trace); /* a pass has ended */
 void gm_inputs_forget_runs(gm_engine *engine);
+/* Steps have shown this rate of Adam on the host (0: none): plans are made from it from here on. */
+void gm_inputs_correct_rate(gm_engine *engine, double seen);
 enum { GM_MOST_TRIES = 4 }; /* of plans that do not fit what the device has by now */
 gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in);
 void gm_inputs_free(gm_inputs *in);
@@ -776,6 +747,7 @@ gm_status gm_planner_ranks_run(gm_engine *engine);
 /* planner.c */
 /* After a step: plans and adopts, if there is something to plan. */
 gm_status gm_planner_run(gm_engine *engine);
+bool gm_planner_is_settling(const gm_engine *engine); /* no plan, or another follows soon */
 /* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
 void gm_planner_learn(gm_engine *engine, const gm_trace *trace);
 

@@ -42,7 +42,6 @@ static void engine_free(gm_engine *engine)
     gm_plan_free(engine->room.plan);
     gm_watch_free(engine);
     gm_stage_free(engine);
-    gm_window_free(engine);
     gm_timeline_free(engine->timeline);
     gm_timer_free(engine);
     gm_pass_free(engine);
@@ -319,7 +318,6 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     engine->is_grad_f32 = options->is_grad_f32;
     gm_ranks_init(engine, options);
     gm_gradient_init(engine);
-    gm_window_init(engine, options);
     gm_inputs_init(engine, options);
     gm_room_init(engine, options);
     gm_speculation_init(engine, options);

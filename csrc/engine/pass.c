@@ -40,9 +40,6 @@ void gm_pass_end(gm_engine *engine)
         return;
     }
     const gm_trace *trace = gm_book_trace(engine->pass.book, index);
-    if (!trace->has_backward) {
-        gm_window_spoil(engine);
-    }
     gm_inputs_note_run(engine, index);
     gm_timer_end(engine, trace);
     if (!engine->room.plan) {

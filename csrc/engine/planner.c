@@ -46,17 +46,13 @@ static bool has_same_plan(const gm_engine *engine, const gm_plan *plan)
 
 static gm_status run_alone(gm_engine *engine)
 {
-    if (gm_window_has_verdict(engine)) {
-        gm_room_want_plan(engine, gm_window_judge(engine, engine->window.seconds,
-                                                  engine->window.seen, engine->window.is_hopeless));
-    }
-    if (!engine->room.wants_plan || engine->inputs.runs.n == 0 || engine->window.rates.h2d <= 0) {
+    if (!engine->room.wants_plan || engine->inputs.runs.n == 0 || engine->inputs.rates.h2d <= 0) {
         return GM_OK;
     }
     gm_plan *plan = NULL;
     gm_inputs in = {0};
     gm_room_end_wish(engine);
-    gm_window_believe(engine, gm_window_rate(engine));
+    gm_inputs_correct_rate(engine, gm_room_host_rate(engine));
     gm_status status = gm_inputs_fill(engine, &in);
     status = status == GM_OK ? gm_plan_new(&in.plan, &plan) : status;
 #ifdef GM_DEBUG
@@ -65,7 +61,6 @@ static gm_status run_alone(gm_engine *engine)
     if (status == GM_OK && has_same_plan(engine, plan)) {
         gm_plan_free(engine->room.plan); /* same places and operations, newer predictions */
         gm_room_set_plan(engine, plan);
-        gm_window_start(engine);
     } else if (status == GM_OK) {
         status = gm_update_issue_all(engine); /* in the places they know */
         gm_plan_free(engine->room.plan);
@@ -81,15 +76,20 @@ static gm_status run_alone(gm_engine *engine)
     } else if (engine->room.plan) { /* the old plan is too large for what there is now */
         (void)gm_room_drop_plan(engine);
     }
-    gm_window_end_asking(engine); /* also where there is no such plan */
     gm_inputs_free(&in);
     return status;
+}
+
+bool gm_planner_is_settling(const gm_engine *engine)
+{
+    return !engine->room.plan || engine->room.wants_plan ||
+           (engine->inputs.is_tuned && !gm_timer_has_settled(engine));
 }
 
 /* The plan is there to stay: what it keeps on the device needs no homes. */
 static gm_status settle(gm_engine *engine)
 {
-    if (!engine->room.plan || engine->room.is_settled || gm_window_is_provisional(engine)) {
+    if (engine->room.is_settled || gm_planner_is_settling(engine)) {
         return GM_OK;
     }
     gm_room_note_settled(engine);
@@ -100,7 +100,6 @@ gm_status gm_planner_run(gm_engine *engine)
 {
     gm_room_lift_limit(engine); /* a plan looks for itself at what the device has */
     gm_room_want_plan(engine, gm_timer_resolve(engine)); /* of the first steps only */
-    gm_window_watch(engine);
     gm_status status = engine->ranks.stream ? gm_planner_ranks_run(engine) : run_alone(engine);
     gm_inputs_forget_runs(engine);
     return status == GM_OK ? settle(engine) : status;

@@ -14,11 +14,8 @@ typedef struct common {
     uint64_t when, has_repeats;
     uint64_t passes, other_passes; /* a hash of what ran, and its complement: equal if all agree */
     uint64_t n_ticks, other_n_ticks;
-    uint64_t is_wanted; /* a plan, for other reasons than a window */
-    uint64_t has_hope;  /* complement of all ranks' is_hopeless, see gm_window */
-    /* The bits of doubles.  The slowest rank's step, 0: no rank's window is whole; and the complement of the slowest host's
-     * rate, 0: too few to tell. */
-    uint64_t window_seconds, slowness;
+    uint64_t is_wanted; /* a plan */
+    uint64_t slowness;  /* complement of the bits of Adam's rate on the host, 0: not known */
 } common;
 
 static bool is_anything_shown(const gm_engine *engine)
@@ -46,15 +43,14 @@ static double double_of(uint64_t bits)
 
 static void describe(const gm_engine *engine, const gm_inputs *in, common *out)
 {
-    const gm_window *window = &engine->window;
-    double seen = window->seconds > 0 ? window->seen : gm_window_rate(engine);
+    double seen = gm_room_host_rate(engine);
     uint64_t hash = UINT64_C(0xcbf29ce484222325), n_ticks = 0;
     for (uint32_t t = 0; t < in->plan.n_traces; t++) {
         hash = gm_fnv1a(gm_fnv1a(hash, in->traces[t]->hash), in->n_runs[t]);
         n_ticks += in->traces[t]->n;
     }
     *out = (common){
-        .cannot = is_anything_shown(engine) || engine->window.rates.h2d <= 0 ||
+        .cannot = is_anything_shown(engine) || engine->inputs.rates.h2d <= 0 ||
                   engine->inputs.runs.n == 0,
         .has_left = engine->room.plan == NULL,
         .spared_bytes = ~(uint64_t)in->plan.device_bytes,
@@ -66,22 +62,8 @@ static void describe(const gm_engine *engine, const gm_inputs *in, common *out)
         .n_ticks = n_ticks,
         .other_n_ticks = ~n_ticks,
         .is_wanted = engine->room.wants_plan || !engine->weights.collectives,
-        .has_hope = !window->is_hopeless,
-        .window_seconds = bits_of(window->seconds),
         .slowness = seen > 0 ? ~bits_of(seen) : 0,
     };
-}
-
-/* The same on all ranks, from what all have shown.  True: a plan should be made anew. */
-static bool judge_together(gm_engine *engine, const common *all)
-{
-    double seen = all->slowness ? double_of(~all->slowness) : 0;
-    bool is_asked =
-        gm_window_judge(engine, double_of(all->window_seconds), seen, all->has_hope == 0);
-    if (all->is_wanted) {
-        gm_window_believe(engine, seen);
-    }
-    return is_asked || all->is_wanted;
 }
 
 /* A tick in one number, 0 behind the last one. */
@@ -237,7 +219,6 @@ static gm_status plan_from(gm_engine *engine, gm_inputs *in)
             gm_plan_free(engine->weights.collectives); /* the same, with older predictions */
             gm_weights_renew(engine, plan);
             gm_room_set_plan(engine, plan);
-            gm_window_start(engine);
             return GM_OK;
         }
         GM_TRY(gm_update_issue_all(engine)); /* in the places they know */
@@ -259,8 +240,7 @@ gm_status gm_planner_ranks_run(gm_engine *engine)
     bool is_due = engine->weights.collectives == NULL;
     GM_TRY(gm_ranks_agree(engine));
     if (!is_due) {
-        GM_TRY(gm_ranks_wish(engine, engine->room.wants_plan || gm_window_has_verdict(engine),
-                             &is_due));
+        GM_TRY(gm_ranks_wish(engine, engine->room.wants_plan, &is_due));
     }
     if (!is_due) {
         return GM_OK;
@@ -277,18 +257,17 @@ gm_status gm_planner_ranks_run(gm_engine *engine)
         status = refuse_passes(engine, &in, all.n_ticks);
         goto done;
     }
-    bool is_needed = judge_together(engine, &all);
     gm_room_end_wish(engine);
-    gm_room_want_plan(engine, is_needed && all.cannot > 0);
-    if (is_needed && !all.cannot) {
-        in.plan.rates = engine->window.rates;
+    gm_room_want_plan(engine, all.is_wanted && all.cannot);
+    if (all.is_wanted && !all.cannot) {
+        gm_inputs_correct_rate(engine, all.slowness ? double_of(~all.slowness) : 0);
+        in.plan.rates = engine->inputs.rates;
         in.has_left = all.has_left > 0;
         in.plan.device_bytes = (size_t)~all.spared_bytes;
         in.plan.spare_bytes = (size_t)~all.less_spares;
         in.plan.when = all.has_repeats ? GM_DEFERRED : (gm_when)all.when;
         status = join_traces(engine, &in, here.n_ticks);
         status = status == GM_OK ? plan_from(engine, &in) : status;
-        gm_window_end_asking(engine); /* also where there is no such plan */
     }
 done:
     gm_inputs_free(&in);

@@ -6,6 +6,8 @@
 
 #include <stdio.h>
 
+enum { LEAST_SEEN_NS = 10 * 1000 * 1000 }; /* of updates on the host, which tell their rate */
+
 void gm_room_init(gm_engine *engine, const gm_engine_options *options)
 {
     engine->room.budget = options->device_budget;
@@ -32,14 +34,23 @@ void gm_room_end_wish(gm_engine *engine)
 void gm_room_set_plan(gm_engine *engine, gm_plan *plan)
 {
     engine->room.plan = plan;
+    engine->room.host_ns = atomic_load(&engine->update.host_ns);
+    engine->room.host_params = atomic_load(&engine->update.host_params);
 }
 
 void gm_room_follow(gm_engine *engine, gm_plan *plan)
 {
-    engine->room.plan = plan;
+    gm_room_set_plan(engine, plan);
     engine->room.is_settled = false;
     engine->room.n_plans++;
-    gm_window_start(engine);
+}
+
+double gm_room_host_rate(const gm_engine *engine)
+{
+    unsigned long long ns = atomic_load(&engine->update.host_ns) - engine->room.host_ns;
+    unsigned long long n = atomic_load(&engine->update.host_params) - engine->room.host_params;
+    bool is_known = engine->room.plan && ns > LEAST_SEEN_NS;
+    return is_known ? (double)n / ((double)ns * 1e-9) : 0;
 }
 
 void gm_room_note_settled(gm_engine *engine)

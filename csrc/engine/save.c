@@ -66,7 +66,6 @@ static gm_status read_locked(gm_engine *engine, const gm_param *p, gm_field fiel
                engine->dead_text);
     GM_FAIL_IF(atomic_load(&engine->update.async_status) != GM_OK, GM_ERR_STATE,
                "an update on the host failed");
-    gm_window_spoil(engine); /* the host waits */
     gm_saving_note_read(engine, p->place.chunk);
     return gm_field_read(engine, p, field, first, n, dst);
 }

@@ -117,10 +117,6 @@ static uint32_t n_planned(const gm_engine *engine)
 static void count_step(gm_engine *engine, bool has_norm, bool fires)
 {
     gm_speculation *s = &engine->speculation;
-    bool is_saving = atomic_load(&engine->saving.is_on);
-    if (n_planned(engine) > 0 && (fires || !s->had_numbers || is_saving)) {
-        gm_window_spoil(engine); /* not the step that was planned */
-    }
     s->n_quiet = has_norm && !fires ? s->n_quiet + 1 : 0;
     s->n_loud = has_norm && !fires ? 0 : s->n_loud + 1;
 }
@@ -185,7 +181,6 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
     }
     s->is_open = engine->step.is_late;
     s->open_step = engine->step.n;
-    s->had_numbers = s->has_numbers;
     if (!s->is_open) {
         count_step(engine, s->has_norm, fires);
     }

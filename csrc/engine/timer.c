@@ -79,6 +79,16 @@ void gm_timer_end(gm_engine *engine, const gm_trace *trace)
     timer->is_on = false;
 }
 
+bool gm_timer_has_settled(const gm_engine *engine)
+{
+    bool has_settled = false;
+    for (uint32_t t = 0; t < gm_book_n_traces(engine->pass.book); t++) {
+        const gm_trace *trace = gm_book_trace(engine->pass.book, t);
+        has_settled = has_settled || (trace->has_backward && trace->n_timed[1] >= TIMED_RUNS);
+    }
+    return has_settled;
+}
+
 bool gm_timer_resolve(gm_engine *engine)
 {
     gm_tick_timer *timer = &engine->timer;

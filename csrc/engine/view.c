@@ -71,7 +71,6 @@ const gm_plan *gm_engine_plan(const gm_engine *engine)
 gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
 {
     GM_TRY(gm_call_begin(engine));
-    gm_window_spoil(engine);
     gm_status status = engine->timeline
                            ? GM_FAIL(GM_ERR_STATE, "a timeline is being recorded already")
                            : gm_timeline_new(engine->device, capacity, &engine->timeline);
@@ -84,7 +83,6 @@ gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)
 gm_status gm_engine_timeline_end(gm_engine *engine, gm_timeline **out)
 {
     GM_TRY(gm_call_begin(engine));
-    gm_window_spoil(engine);
     *out = engine->timeline;
     engine->timeline = NULL;
     gm_chunks_set_timeline(engine->chunks, NULL);

@@ -14,9 +14,9 @@ second at the next start, and nothing else.
   `h2d_beside` to `h2d`, and so on);
 * the path of a JSON file with one object of such figures: the same, from a file.
 
-What Adam does on the host in a step differs from what it does in that second. Beside a GPU the first
-steps under a plan therefore correct that figure, for this run alone (`csrc/plan/tune.h`), unless figures were
-given; `GEMINI_TUNE=0` or `1` decides otherwise.
+What Adam does on the host in a step differs from what it does in that second. Beside a GPU a plan that is made
+again is therefore made from the figure that the steps before it have shown, for this run alone, unless figures
+were given; `GEMINI_TUNE=0` or `1` decides otherwise.
 """
 
 import hashlib

@@ -320,7 +320,7 @@ def count_waits(rank: int, size: int, device: str) -> list[int]:
         how = {"placement_policy": policy, "chunk_size": CHUNK[device], "timeout": PATIENT}
         run = managed(case.build, recipe, **how)
         with contextlib.closing(run.engine):
-            drive(run, case, 24)  # windows in which steps are timed end with waits
+            drive(run, case, 24)  # passes that are timed end with waits
             before = run.engine.stats()["host_waits"]
             for first, clip in ((24, 0.01), (27, 1e9), (30, 0.01), (33, 1e9)):
                 run.recipe = replace(recipe, clip=clip)

@@ -784,7 +784,8 @@ def test_steps_correct_the_rate_of_the_host(
 ) -> None:
     """After a host that is said to be too slow, or too fast, plans are made for the rate that its updates show.
 
-    The core takes that rate in place of their times.  Which plan stays, the times of steps say.
+    The core takes that rate in place of their times.  The plan that is made when a pass has run twice under the first
+    one believes it, and stays.
     """
     shown = 1e6
     monkeypatch.setenv("GEMINI_TUNE", "1")
@@ -793,7 +794,7 @@ def test_steps_correct_the_rate_of_the_host(
     want, run = _both(0.3, placement_policy=policy)
     run.engine._runtime.core.tell_host_rate(shown)
     assert run.engine.stats()["settling"]
-    tried, n_steps = set(), 20
+    planned, settling, n_steps = [], [], 8
     drive(want, CASE, n_steps)
     for step in range(n_steps):
         torch.manual_seed(1000 + step)
@@ -805,29 +806,15 @@ def test_steps_correct_the_rate_of_the_host(
             run.backward(loss)
         run.finish()
         plan = run.engine._runtime.core.plan_info()
-        tried.add(round(plan["rates"]["host_adam_beside"]))
+        planned.append(round(plan["rates"]["host_adam_beside"]))
+        settling.append(run.engine.stats()["settling"])
     stats = _finish(run, want)
-    assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
-    # On demand, timed, four windows, back to the best; a rate that makes the same plan again adopts none.
-    assert 1 <= stats["plans"] <= 7
-    assert tried <= {said, shown}
+    assert stats["plan_breaks"] == stats["replay_waits"] == 0
+    assert settling == [1, 1] + [0] * 6
+    assert 1 <= stats["plans"] <= 2  # a rate that makes the same plan again adopts none
+    assert planned[:2] == [said] * 2 and planned[2:] in ([said] * 6, [shown] * 6)
     if policy == "cpu":  # all updates are the host's, whatever the plan is made from
-        assert tried == {said, shown}
-
-
-def test_a_window_with_an_evaluation_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_TUNE", "1")
-    _rates(monkeypatch, "as measured")
-    want, run = _both(0.5)
-    for step in range(12):
-        for each in (want, run):
-            drive(each, CASE, 1, first=step)
-            _evaluate(each, CASE, 900 + step)
-        assert run.engine.stats()["settling"]
-    for each in (want, run):
-        drive(each, CASE, 8, first=12)
-    assert not run.engine.stats()["settling"]
-    _finish(run, want)
+        assert planned[2:] == [shown] * 6
 
 
 def test_given_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -836,5 +823,6 @@ def test_given_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     drive(want, CASE, 12)
     drive(run, CASE, 12)
     assert not run.engine.stats()["settling"]
-    assert run.engine._runtime.core.plan_info()["rates"]["h2d"] == 55e9
+    rates = run.engine._runtime.core.plan_info()["rates"]
+    assert tuple(rates.values()) == run.engine._runtime.settings.rates and rates["h2d"] == 55e9
     _finish(run, want)

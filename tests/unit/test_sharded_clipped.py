@@ -80,7 +80,7 @@ def count(rank: int, size: int, rates: str, seeds: list[int | None]) -> list[tup
     for seed in seeds:
         chaos.use(None if seed is None else 10 * seed + rank)
         with both() as runs:
-            n = steps(runs, [QUIET] * 12, 0)  # windows in which steps are timed end with waits
+            n = steps(runs, [QUIET] * 12, 0)  # passes that are timed end with waits
             before = waits(runs[1])
             steps(runs, [QUIET, QUIET, FIRES, QUIET, FIRES, FIRES, QUIET, QUIET], n)
             assert waits(runs[1]) == before, seed

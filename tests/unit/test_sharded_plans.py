@@ -41,19 +41,16 @@ def finish(want: Managed, run: Managed) -> None:
 
 
 def check_rates(rank: int, size: int) -> None:
-    """From a host that is said to be far too fast; one rank loses a window to a timeline of its own."""
-    case, recipe = mlp_case(width=1280, depth=4), Recipe(precision="bf16-true", steps=26)
-    run = budgeted(case, recipe, 0.3, timeout=PATIENT, chunk_size=4 << 20)
-    for step in range(recipe.steps):
-        if step == 4 and rank == 1:
-            run.engine._runtime.core.timeline_begin(8)
-            run.engine._runtime.core.timeline_end()
-        drive(run, case, 1, first=step)
+    """From a host that is said to be far too fast: all ranks believe the slowest."""
+    run = budgeted(SMALL, Recipe(precision="bf16-true"), 0.3, timeout=PATIENT, chunk_size=4096)
+    shown = [2e5, 1e5][rank]  # the core takes it in place of the times of updates
+    run.engine._runtime.core.tell_host_rate(shown)
+    drive(run, SMALL, 8)
     stats, plan = run.engine.stats(), run.engine._runtime.core.plan_info()
     assert not stats["settling"] and stats["plan_breaks"] == stats["replay_waits"] == 0
-    assert 1 <= stats["plans"] <= 7, stats["plans"]  # a better known rate may give the same plan
+    assert 1 <= stats["plans"] <= 2, stats["plans"]  # a better known rate may give the same plan
     same_everywhere(run, plan["hash"], plan["rates"], stats["plans"])
-    assert plan["rates"]["host_adam_beside"] < 1e11
+    assert plan["rates"]["host_adam_beside"] == plan["rates"]["host_adam"] == pytest.approx(1e5)
     run.engine._runtime.core.check()
     run.engine.close()
 
@@ -65,31 +62,6 @@ def test_steps_correct_the_rate_of_the_host(
     adam = "host_adam=1.5e13,host_adam_beside=1e13,device_adam=1e9"
     monkeypatch.setenv("GEMINI_RATES", f"h2d=1e9,d2h=1e9,{adam}")
     values(run_ranks(2, tmp_path, check_rates))
-
-
-def check_spoiled(rank: int, size: int) -> None:
-    """Windows that are never whole on one rank hold nobody up, and where they never are on any, tuning ends."""
-    for is_everyone in (False, True):
-        want, run = both(SMALL, Recipe(precision="bf16-true"), 0.5)
-        for step in range(30):
-            for each in (want, run):
-                drive(each, SMALL, 1, first=step)
-            if is_everyone or rank == 1:
-                run.engine._runtime.core.timeline_begin(8)
-                run.engine._runtime.core.timeline_end()
-            if is_everyone and step == 7:
-                assert run.engine.stats()["planned"] and run.engine.stats()["settling"]
-        assert not run.engine.stats()["settling"]
-        same_everywhere(
-            run, run.engine._runtime.core.plan_info()["hash"], run.engine.stats()["plans"]
-        )
-        finish(want, run)
-
-
-def test_windows_that_are_never_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMINI_TUNE", "1")
-    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
-    values(run_ranks(2, tmp_path, check_spoiled))
 
 
 # ---- passes that a plan does not know ------------------------------------------------------------

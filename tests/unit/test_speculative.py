@@ -282,7 +282,7 @@ def test_no_wait_in_a_step_that_clips(
         chaos.late(monkeypatch, 50 + seed)
     monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
     want, run = (plain(CASE.build, RECIPE), budgeted(CASE, RECIPE, 0.3, chunk_size=4096))
-    n = _steps((want, run), [QUIET] * 12, 0)  # windows in which steps are timed end with waits
+    n = _steps((want, run), [QUIET] * 12, 0)  # passes that are timed end with waits
     before, speculated = _waits(run), counts(run)
     _steps((want, run), [QUIET, QUIET, FIRES, QUIET, FIRES, FIRES, QUIET, QUIET], n)
     assert _waits(run) == before
