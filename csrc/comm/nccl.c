@@ -6,10 +6,9 @@
  * with them whoever waits for their stream.
  *
  * Invariants
- *   1. `handle_lock` is held around every call of NCCL that names the handle, and around no other of the driver's but
- *      while ranks meet and part: a thread that waits in the driver does not keep others from aborting.  `lock` is held
- *      while flights and agreements are read or written, and taken before.  Neither is held while a failure is recorded,
- *      which aborts.
+ *   1. `handle_lock` is held around every call of NCCL that names the handle, and around no other of the driver's: a
+ *      thread that waits in the driver does not keep others from aborting.  `lock` is held while flights and agreements
+ *      are read or written, and taken before.  Neither is held while a failure is recorded, which aborts.
  *   2. Once aborted or destroyed the handle is NULL and never named again.
  *   3. flights[] has the collectives that may still run, oldest first.  A collective waits for the one before it, on
  *      whatever stream, so `done` only grows and says the same of all before; where the ring is full the newest takes
@@ -20,11 +19,7 @@
  *      those who wait or ask.
  *   5. An agreement is three things in one stream: {hash, ~hash, number, ~number} to the device, their maximum over the
  *      ranks, and that back to the host.  Where the maximum of x is not the complement of the maximum of ~x the ranks
- *      differ, and every rank sees it.  Each has a slot of its own until its flight is over.
- *   6. Where every rank can read every other's memory (peers.h) gathers are copies, of which NCCL knows nothing.
- *   7. The host does not wait in the driver for a queue that is full of copies' words, where the stream has little else:
- *      it waits here while too many rounds are under way, so that an error can name the collective.  Words of rounds
- *      count on it, too (peers.c, 5). */
+ *      differ, and every rank sees it.  Each has a slot of its own until its flight is over. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -32,18 +27,14 @@
 
 #include <signal.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "comm/nccl_impl.h"
 
 /* ---- the communicator ---- */
 
 static const double LOOK_SECONDS = 0.1; /* between two looks of the watching thread */
-enum { MOST_ROUNDS = 48 };
-enum { MOST_ENTRIES = 800 }; /* of a stream under way, which has room for about a thousand */
 enum { MOST_KEPT_OUT = 10 }; /* looks, before the watching thread speaks without the lock */
 static const double FAREWELL_SECONDS = 10.0; /* at most, for an orderly end */
 
@@ -56,9 +47,6 @@ static void nccl_end(gm_comm *comm)
 {
     nccl_comm *c = as_nccl(comm);
     atomic_store(&c->is_ending, true);
-    if (c->peers) { /* whoever has the lock may wait for what waits for this */
-        gm_peers_release(c->peers);
-    }
     CUcontext current = NULL;
     (void)c->cuda->cuCtxGetCurrent(&current); /* the thread's own: the watching one asks no more */
     bool is_entered = current != c->context && gm_nccl_enter(c) == GM_OK;
@@ -148,23 +136,19 @@ static gm_status prepare(nccl_comm *c)
 
 /* ---- flights ---- */
 
-static uint32_t rounds(const nccl_comm *c)
-{
-    return c->peers ? gm_peers_rounds(c->peers) : 0;
-}
-
 /* The lock is held, the context current. */
-static gm_status track(nccl_comm *c, const gm_comm_call *call, uint32_t round, CUstream stream)
+static gm_status track(nccl_comm *c, const gm_comm_call *call, CUstream stream)
 {
     bool is_full = c->n == N_FLIGHTS;
     uint32_t number = atomic_load(&c->n_flights) + 1;
     CUdeviceptr done = (CUdeviceptr)(uintptr_t)c->done; /* pinned memory has one address */
     flight *f = &c->flights[(c->head + c->n - (is_full ? 1 : 0)) % N_FLIGHTS];
+    c->is_untracked = true;
     GM_CU(c->cuda->cuStreamWriteValue32(stream, done, number, CU_STREAM_WRITE_VALUE_DEFAULT));
     GM_CU(c->cuda->cuEventRecord(c->newest, stream));
+    c->is_untracked = false;
     f->call = *call;
     f->number = number;
-    f->round = is_full ? f->round : round;
     c->n += is_full ? 0 : 1;
     if (is_over(c, number - 1)) {
         atomic_store(&c->busy_at, gm_seconds());
@@ -172,17 +156,6 @@ static gm_status track(nccl_comm *c, const gm_comm_call *call, uint32_t round, C
     atomic_store(&c->n_flights, number);
     GM_ASSERT(c->n <= N_FLIGHTS);
     return GM_OK;
-}
-
-/* The lock is held. */
-static void look_for_lost(nccl_comm *c, trouble *t)
-{
-    int lost = c->peers ? gm_peers_lost(c->peers) : -1;
-    if (lost >= 0) {
-        t->is_there = true;
-        (void)snprintf(t->why, sizeof t->why, "rank %d has given up",
-                       gm_comm_rank_name(&c->base, lost));
-    }
 }
 
 /* The lock is held. */
@@ -199,10 +172,6 @@ static void look(nccl_comm *c, trouble *t)
     }
     t->has_call = c->n > 0;
     t->call = c->flights[c->head].call;
-    look_for_lost(c, t); /* after the ends of what it may have spoilt */
-    if (t->is_there) {
-        return;
-    }
     pthread_mutex_lock(&c->handle_lock);
     nccl_result asked = c->handle ? c->nccl->async_error(c->handle, &error) : NCCL_SUCCESS;
     error = asked == NCCL_SUCCESS ? error : asked;
@@ -353,44 +322,6 @@ static gm_status follow(nccl_comm *c, CUstream stream)
     return GM_OK;
 }
 
-/* A round puts a copy for each rank and two words for each other into the queue. */
-static size_t most_rounds(const nccl_comm *c)
-{
-    size_t most = MOST_ENTRIES / (3 * (size_t)c->base.size);
-    return most < MOST_ROUNDS ? most : MOST_ROUNDS;
-}
-
-static bool is_copied(const nccl_comm *c, const gm_comm_call *call)
-{
-    return call->kind == GM_COMM_ALL_GATHER && c->peers &&
-           gm_peers_rounds_of(call->count) <= most_rounds(c);
-}
-
-/* The lock is held, and let go while there is no room for t's call.  Invariant 7. */
-static void make_room(nccl_comm *c, trouble *t)
-{
-    trouble seen = {0};
-    size_t room = most_rounds(c) - gm_peers_rounds_of(t->call.count);
-    look(c, &seen);
-    while (!seen.is_there && c->n > 0 &&
-           gm_peers_rounds(c->peers) - c->flights[c->head].round > room) {
-        pthread_mutex_unlock(&c->lock);
-        gm_nccl_rest(200000);
-        pthread_mutex_lock(&c->lock);
-        if (is_ending(c)) { /* the watcher has found a failure */
-            t->is_there = true;
-            return;
-        }
-        look(c, &seen);
-        ask_driver(c, &seen);
-    }
-    if (seen.is_there) {
-        seen.call = seen.has_call ? seen.call : t->call;
-        seen.has_call = true;
-        *t = seen;
-    }
-}
-
 /* The lock is held, the context current. */
 static void call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream stream, trouble *t)
 {
@@ -403,13 +334,16 @@ static void call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream stream, t
 }
 
 /* The lock is held, the context current. */
-static gm_status start(nccl_comm *c, const gm_comm_call *call, CUstream stream, trouble *t)
+static gm_status issue_collective(nccl_comm *c, const gm_comm_call *call, CUstream stream,
+                                  trouble *t)
 {
-    if (is_copied(c, call)) {
-        return gm_peers_gather(c->peers, call->base, call->count, stream);
+    look_at_agreements(c, t);
+    if (t->is_there) {
+        return GM_OK;
     }
+    GM_TRY(follow(c, stream));
     call_nccl(c, call, stream, t);
-    return GM_OK;
+    return t->is_there ? GM_OK : track(c, call, stream);
 }
 
 /* The lock is held, and let go while the slot is waited for. */
@@ -435,20 +369,20 @@ static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstrea
     if (t->is_there) {
         return GM_OK;
     }
+    GM_TRY(follow(c, stream));
     gm_comm_call on_digest = *call; /* on the device it is a maximum */
     on_digest.base = (uintptr_t)a->data;
     on_digest.count = sizeof(digest) / sizeof(uint64_t);
     a->call = *call;
     *a->sent = (digest){call->hash, ~call->hash, call->number, ~call->number};
-    c->is_untracked = true; /* unless all goes well */
+    c->is_untracked = true; /* until track() is through */
     GM_CU(c->cuda->cuMemcpyHtoDAsync(a->data, a->sent, sizeof(digest), stream));
     call_nccl(c, &on_digest, stream, t);
     if (t->is_there) {
         return GM_OK;
     }
     GM_CU(c->cuda->cuMemcpyDtoHAsync(a->received, a->data, sizeof(digest), stream));
-    GM_TRY(track(c, call, rounds(c), stream));
-    c->is_untracked = false;
+    GM_TRY(track(c, call, stream));
     a->number = atomic_load(&c->n_flights);
     a->is_pending = true;
     return GM_OK;
@@ -464,23 +398,9 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
     pthread_mutex_lock(&c->lock);
     if (is_ending(c)) { /* the watcher has just found a failure */
         t.is_there = true;
-    } else if (call->kind == GM_COMM_AGREE) {
-        status = follow(c, cuda_stream);
-        status = status == GM_OK ? issue_agreement(c, call, cuda_stream, &t) : status;
     } else {
-        if (is_copied(c, call)) {
-            make_room(c, &t);
-        }
-        look_at_agreements(c, &t);
-        status = t.is_there ? GM_OK : follow(c, cuda_stream);
-        uint32_t before = rounds(c);
-        status = t.is_there || status != GM_OK ? status : start(c, call, cuda_stream, &t);
-        bool is_half = status != GM_OK && rounds(c) != before;
-        if (!t.is_there && (status == GM_OK || is_half)) {
-            gm_status tracked = track(c, call, before, cuda_stream);
-            c->is_untracked |= tracked != GM_OK;
-            status = status == GM_OK ? tracked : status;
-        }
+        status = call->kind == GM_COMM_AGREE ? issue_agreement(c, call, cuda_stream, &t)
+                                             : issue_collective(c, call, cuda_stream, &t);
     }
     pthread_mutex_unlock(&c->lock);
     gm_nccl_leave(c);
@@ -524,18 +444,17 @@ static void await_flights(nccl_comm *c, trouble *t)
 static void say_farewell(nccl_comm *c, trouble *t)
 {
     double seconds = c->timeout < FAREWELL_SECONDS ? c->timeout : FAREWELL_SECONDS;
-    bool has_parted = !t->is_there && gm_nccl_part(c, seconds, t) == GM_OK && !t->is_there;
-    if (has_parted && c->handle) {
+    if (!t->is_there) {
         gm_nccl_finish(c, c->nccl->finalize(c->handle), seconds, "the end", t);
     }
-    if (has_parted && !t->is_there && c->handle) {
+    if (!t->is_there) {
         (void)c->nccl->destroy(c->handle);
         c->handle = NULL;
     }
     gm_nccl_stop(c); /* if it is still there */
 }
 
-/* Nothing is watched any more: what the device may still use stays, and what other ranks see if this one has failed. */
+/* Nothing is watched any more: what the device may still use stays. */
 static void free_memory(nccl_comm *c)
 {
     CUresult result = CUDA_SUCCESS;
@@ -545,10 +464,6 @@ static void free_memory(nccl_comm *c)
         gm_nccl_rest(200000);
     }
     if (result != CUDA_ERROR_NOT_READY && !c->is_untracked) {
-        if (c->peers) {
-            gm_peers_close(c->peers);
-            gm_peers_free(c->peers, true);
-        }
         (void)(c->digests ? c->cuda->cuMemFree(c->digests) : CUDA_SUCCESS);
         (void)(c->host_digests ? c->cuda->cuMemFreeHost(c->host_digests) : CUDA_SUCCESS);
     }
@@ -581,6 +496,30 @@ static void nccl_free(gm_comm *comm)
     pthread_mutex_destroy(&c->handle_lock);
     pthread_mutex_destroy(&c->lock);
     gm_comm_release(comm);
+}
+
+/* Makes the handle; the ranks are all there when it returns, or it fails after the timeout. */
+static gm_status meet(nccl_comm *c, const uint8_t *id_bytes)
+{
+    nccl_id id;
+    trouble t = {0};
+    const nccl_config config = {
+        .size = sizeof config, .magic = 0xcafebeef, .version = 21400, .blocking = 0};
+    memcpy(id.bytes, id_bytes, sizeof id.bytes);
+    pthread_mutex_lock(&c->handle_lock);
+    nccl_result result = c->nccl->init_rank(&c->handle, c->base.size, id, c->base.rank, &config);
+    if (c->handle) {
+        gm_nccl_finish(c, result, c->timeout, "meeting the other ranks", &t);
+        if (t.is_there) { /* the others wait for this rank */
+            gm_nccl_stop(c);
+        }
+    } else {
+        gm_nccl_tell(c, &t, result);
+    }
+    pthread_mutex_unlock(&c->handle_lock);
+    GM_FAIL_IF(t.is_there, GM_ERR_DEVICE, "new communicator, rank %d of %d: %s", c->base.rank,
+               c->base.size, t.why);
+    return GM_OK;
 }
 
 static const gm_comm_ops nccl_ops = {
@@ -629,9 +568,9 @@ gm_status gm_comm_nccl_new(const char *path, int ordinal, const uint8_t id[GM_CO
     GM_TRY_GOTO(status, fail, gm_cuda_check(result, "cuDevicePrimaryCtxRetain"));
     GM_TRY_GOTO(status, fail, gm_nccl_enter(c));
     status = prepare(c);
+    status = status == GM_OK ? meet(c, id) : status;
     gm_nccl_leave(c);
     GM_TRY_GOTO(status, fail, status);
-    GM_TRY_GOTO(status, fail, gm_nccl_meet(c, id));
     GM_TRY_GOTO(status, fail, start_watcher(c));
     *out = made;
     return GM_OK;

@@ -74,13 +74,9 @@ void gm_nccl_finish(nccl_comm *c, nccl_result result, double seconds, const char
     }
 }
 
-/* NCCL waits for its kernels, and they for copies before them. */
 void gm_nccl_stop(nccl_comm *c)
 {
     if (c->handle) {
-        if (c->peers) {
-            gm_peers_release(c->peers);
-        }
         (void)c->nccl->stop(c->handle);
         c->handle = NULL;
     }

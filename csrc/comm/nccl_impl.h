@@ -6,7 +6,6 @@
 #pragma once
 
 #include "comm/comm_impl.h"
-#include "comm/peers.h"
 #include "device/cuda/driver.h"
 
 enum { NCCL_OLDEST = 21800, NCCL_TOO_NEW = 30000 };
@@ -55,7 +54,6 @@ enum { N_FLIGHTS = 256, N_AGREEMENTS = 16 };
 typedef struct flight {
     gm_comm_call call;
     uint32_t number; /* 1, 2, ...; may wrap */
-    uint32_t round;  /* the last of peers.h before it */
 } flight;
 
 /* What the ranks compare, and the maxima of it. */
@@ -84,7 +82,6 @@ typedef struct nccl_comm {
     nccl_handle handle;
 
     pthread_mutex_t lock;
-    gm_peers *peers;           /* NULL: gathers are NCCL's */
     bool is_untracked;         /* work is issued that no flight is behind */
     flight flights[N_FLIGHTS]; /* ring: head, head + 1, ... head + n - 1 */
     size_t head, n;
@@ -123,8 +120,3 @@ void gm_nccl_tell(nccl_comm *c, trouble *t, nccl_result result);
 void gm_nccl_finish(nccl_comm *c, nccl_result result, double seconds, const char *what, trouble *t);
 nccl_result gm_nccl_call(nccl_comm *c, const gm_comm_call *call, CUstream stream);
 void gm_nccl_stop(nccl_comm *c);
-
-/* Nothing is under way here; what the others see of this rank is freed once no rank sees another's, in `seconds`. */
-gm_status gm_nccl_part(nccl_comm *c, double seconds, trouble *t);
-/* Makes the handle; the ranks are all there when it returns, or it fails after `timeout` seconds. */
-gm_status gm_nccl_meet(nccl_comm *c, const uint8_t *id_bytes);

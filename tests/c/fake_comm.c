@@ -70,27 +70,18 @@ static void check_arguments(void)
     CHECK(!comm && fake->n_live == 0 && fake->n_contexts == 0 && fake->n_aborted == 1);
 }
 
-/* A full device: there is an error, or gathers are NCCL's, as one is where only the slots have no room. */
+/* A full device is an error, before other ranks are met. */
 static void check_full_device(void)
 {
     uint8_t id[GM_COMM_ID_BYTES];
     gm_comm *comm;
+    int n_aborted = fake->n_aborted;
     CHECK_OK(gm_comm_nccl_id(NULL, id));
-    for (int n = 1; n <= 5; n++) {
-        int n_aborted = fake->n_aborted;
-        fake->n_allocs = n;
-        gm_status status = gm_comm_nccl_new(NULL, 0, id, 0, 2, PATIENT, &comm);
-        CHECK(fake->n_allocs == 0 && (status == GM_OK) == (n == 2));
-        if (status == GM_OK) {
-            CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
-            part(comm);
-        } else {
-            check_refused(status, GM_ERR_NOMEM, "cuMemAlloc");
-            CHECK(fake->n_aborted == n_aborted + (n > 1)); /* others who meet are told */
-        }
-        CHECK(!fake->n_live && !fake->n_contexts && !fake->n_events && fake->n_buffers <= 1);
-        fake->n_buffers = 0; /* what others might see stays */
-    }
+    fake->has_no_room = true;
+    check_refused(gm_comm_nccl_new(NULL, 0, id, 0, 2, PATIENT, &comm), GM_ERR_NOMEM, "cuMemAlloc");
+    fake->has_no_room = false;
+    CHECK(!comm && !fake->n_live && !fake->n_contexts && !fake->n_events && !fake->n_buffers);
+    CHECK(fake->n_aborted == n_aborted);
 }
 
 static void check_calls(void)
@@ -349,347 +340,27 @@ static void check_many_agreements(void)
     part(comm);
 }
 
-/* ---- gathers by copies: each rank is a thread ---- */
-
-enum { N_RANKS = GM_FAKE_RANKS, N_GATHERS = 8, MOST_BYTES = (33 << 20) + 7 };
-
-static pthread_barrier_t meeting;
-static gm_peers_card cards[N_RANKS];
-static gm_peers *all_peers[N_RANKS];
-static bool does_last_stay_away;
-
-/* What byte `at` of a rank's shard is: constant in a stretch, and stretches end where no slot does. */
-enum { STRETCH = 5 << 20 };
-
-/* comm: NULL for a gather by peers alone. */
-static void check_gather(gm_comm *comm, int rank, int number, size_t bytes, unsigned char *data)
+static void *gather_again(void *comm)
 {
-    for (int is_over = 0; is_over < 2; is_over++) {
-        for (int r = is_over ? 0 : rank; r < (is_over ? N_RANKS : rank + 1); r++) {
-            for (size_t i = 0; i < bytes; i += STRETCH) {
-                unsigned char *at = data + (size_t)r * bytes + i;
-                size_t n = bytes - i < STRETCH ? bytes - i : STRETCH;
-                unsigned char value = (unsigned char)(31 * r + 7 * number + (int)(i / STRETCH));
-                if (!is_over) {
-                    memset(at, value, n);
-                }
-                CHECK(*at == value && memcmp(at, at + 1, n - 1) == 0);
-            }
-        }
-        if (!is_over) {
-            CHECK_OK(comm ? gm_comm_all_gather(comm, (uintptr_t)data, bytes, 0)
-                          : gm_peers_gather(all_peers[rank], (uintptr_t)data, bytes, NULL));
-        }
-    }
-}
-
-static void *be_rank(void *argument)
-{
-    static const size_t sizes[] = {1, MOST_BYTES, 4099, 512, 1, 32 << 20, MOST_BYTES, 9};
-    int rank = (int)(intptr_t)argument;
-    const gm_cuda_api *cuda;
-    CUcontext context;
-    CHECK_OK(gm_cuda(&cuda));
-    CHECK(cuda->cuCtxPushCurrent((CUcontext)fake) == CUDA_SUCCESS);
-    CHECK_OK(gm_peers_new(cuda, rank, N_RANKS, &all_peers[rank]));
-    cards[rank] = gm_peers_card_of(all_peers[rank]);
-    pthread_barrier_wait(&meeting);
-    CHECK(gm_peers_open(all_peers[rank], cards));
-    pthread_barrier_wait(&meeting);
-    unsigned char *data = malloc((size_t)N_RANKS * MOST_BYTES);
-    CHECK(data);
-    for (int i = 0; i < N_GATHERS; i++) {
-        check_gather(NULL, rank, i, sizes[i], data);
-    }
-    pthread_barrier_wait(&meeting); /* who waits from here on waits in the next gather */
-    if (does_last_stay_away &&
-        rank == N_RANKS - 1) { /* it lets the others go on, and then comes to one of two */
-        while (fake->n_waiting < N_RANKS - 1) {
-            usleep(10000);
-        }
-        for (int r = 0; r < N_RANKS; r++) {
-            gm_peers_release(all_peers[r]);
-        }
-        CHECK(gm_peers_lost(all_peers[rank]) == 0 && gm_peers_lost(all_peers[0]) == 1);
-    }
-    for (int i = 0; does_last_stay_away && i < (rank == N_RANKS - 1 ? 1 : 2); i++) {
-        CHECK_OK(gm_peers_gather(all_peers[rank], (uintptr_t)data, 77, NULL));
-        usleep(200000);
-    }
-    free(data);
-    pthread_barrier_wait(&meeting); /* memory that others look at has to live */
-    gm_peers_close(all_peers[rank]);
-    pthread_barrier_wait(&meeting);
-    gm_peers_free(all_peers[rank], false);
-    CHECK(cuda->cuCtxPopCurrent(&context) == CUDA_SUCCESS);
+    (void)gm_comm_all_gather(comm, at, 100, 0);
     return NULL;
-}
-
-static void check_peers(bool stays_away)
-{
-    pthread_t threads[N_RANKS];
-    does_last_stay_away = stays_away;
-    CHECK(pthread_barrier_init(&meeting, NULL, N_RANKS) == 0);
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_create(&threads[r], NULL, be_rank, (void *)(intptr_t)r) == 0);
-    }
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_join(threads[r], NULL) == 0);
-    }
-    CHECK(pthread_barrier_destroy(&meeting) == 0);
-    CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
-}
-
-/* The same by communicators that meet: n_nccl gathers of each are NCCL's. */
-static void *be_member(void *argument)
-{
-    static const size_t sizes[] = {1, MOST_BYTES, 4099, 16};
-    int rank = (int)(intptr_t)argument;
-    gm_comm *comm = meet(rank, N_RANKS, PATIENT);
-    unsigned char *data = malloc((size_t)N_RANKS * MOST_BYTES);
-    uint64_t *words = (uint64_t *)(void *)data;
-    CHECK(data);
-    for (int i = 0; i < 4; i++) {
-        check_gather(comm, rank, i, sizes[i], data);
-        words[0] = (uint64_t)(rank + i);
-        CHECK_OK(gm_comm_all_reduce(comm, (uintptr_t)words, 1, GM_COMM_U64, GM_COMM_MAX, 0));
-        CHECK(words[0] == (uint64_t)(N_RANKS - 1 + i));
-        CHECK_OK(gm_comm_agree(comm, 0));
-    }
-    CHECK_OK(gm_comm_check(comm));
-    gm_comm_free(comm);
-    free(data);
-    return NULL;
-}
-
-static int n_aborted_before;
-
-static void start_ranks(pthread_t *threads, gm_fake_ranks *ranks, unsigned n_meeting,
-                        void *(*body)(void *))
-{
-    n_aborted_before = fake->n_aborted;
-    CHECK(pthread_barrier_init(&ranks->meeting, NULL, N_RANKS) == 0);
-    CHECK(pthread_barrier_init(&meeting, NULL, n_meeting) == 0);
-    fake->ranks = ranks;
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_create(&threads[r], NULL, body, (void *)(intptr_t)r) == 0);
-    }
-}
-
-static void end_ranks(pthread_t *threads, gm_fake_ranks *ranks, int n_kept)
-{
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_join(threads[r], NULL) == 0);
-    }
-    fake->ranks = NULL;
-    CHECK(pthread_barrier_destroy(&ranks->meeting) == 0);
-    CHECK(pthread_barrier_destroy(&meeting) == 0);
-    CHECK(fake->n_live == 0 && fake->n_opened == 0 && fake->n_buffers == n_kept);
-}
-
-static atomic_int n_issued;
-
-/* The device has not come to any gather: the host waits before the driver's queue is full. */
-static void *be_ahead(void *argument)
-{
-    int rank = (int)(intptr_t)argument;
-    char bytes[N_RANKS];
-    gm_comm *comm = meet(rank, N_RANKS, PATIENT);
-    pthread_barrier_wait(&meeting);
-    pthread_barrier_wait(&meeting);
-    for (int i = 0; i < 100; i++) {
-        CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0));
-        n_issued++;
-    }
-    gm_comm_free(comm);
-    return NULL;
-}
-
-static void check_ahead(void)
-{
-    pthread_t threads[N_RANKS];
-    gm_fake_ranks ranks;
-    start_ranks(threads, &ranks, N_RANKS + 1, be_ahead);
-    pthread_barrier_wait(&meeting);
-    atomic_store(&fake->is_device_done, 0);
-    pthread_barrier_wait(&meeting);
-    while (n_issued < N_RANKS * 48) {
-        usleep(10000);
-    }
-    usleep(100000);
-    CHECK(n_issued == N_RANKS * 48);
-    finish();
-    end_ranks(threads, &ranks, 0);
-    CHECK(n_issued == N_RANKS * 100);
-}
-
-static void check_members(int n_nccl)
-{
-    pthread_t threads[N_RANKS];
-    gm_fake_ranks ranks;
-    int n_aborted = fake->n_aborted;
-    fake->n_gathers = 0;
-    CHECK(pthread_barrier_init(&ranks.meeting, NULL, N_RANKS) == 0);
-    fake->ranks = &ranks;
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_create(&threads[r], NULL, be_member, (void *)(intptr_t)r) == 0);
-    }
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pthread_join(threads[r], NULL) == 0);
-    }
-    fake->ranks = NULL;
-    CHECK(pthread_barrier_destroy(&ranks.meeting) == 0);
-    CHECK(fake->n_gathers == N_RANKS * (1 + n_nccl)); /* one of cards */
-    CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
-    CHECK(fake->n_live == 0 && fake->n_contexts == 0 && fake->n_aborted == n_aborted);
-}
-
-static void check_all_members(void)
-{
-    check_members(0);
-    fake->n_openings = 4; /* one of six is refused */
-    check_members(4);
-    fake->n_openings = 0;
-    fake->drops_copies = true;
-    check_members(4);
-    fake->drops_copies = false;
-}
-
-/* Nobody comes to the gather of rank 0, who waits in the driver with the communicator's lock: whoever ends that needs
- * neither.  The others see that it has given up.  What another rank might read stays. */
-static gm_comm *left;
-
-static void *be_left(void *argument)
-{
-    int rank = (int)(intptr_t)argument;
-    char bytes[N_RANKS];
-    gm_comm *comm = meet(rank, N_RANKS, PATIENT);
-    if (rank == 0) {
-        left = comm;
-    }
-    pthread_barrier_wait(&meeting);
-    gm_status status = rank == 0 ? gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0) : GM_OK;
-    pthread_barrier_wait(&meeting);
-    if (rank == 0) {
-        status = status == GM_OK ? gm_comm_check(comm) : status;
-        check_refused(status, GM_ERR_STATE, "had enough");
-    } else if (rank == 1) {
-        check_refused(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0), GM_ERR_DEVICE,
-                      "rank 0 has given up");
-    } else { /* the watching thread sees it, too */
-        while (fake->n_aborted < n_aborted_before + N_RANKS) {
-            usleep(10000);
-        }
-        check_refused(gm_comm_check(comm), GM_ERR_DEVICE, "rank 0 has given up");
-    }
-    gm_comm_free(comm);
-    return NULL;
-}
-
-/* One that ends behind the last gather of all leaves the others in peace. */
-static void *be_done(void *argument)
-{
-    int rank = (int)(intptr_t)argument;
-    char bytes[N_RANKS];
-    gm_comm *comm = meet(rank, N_RANKS, PATIENT);
-    for (int i = 0; i < 3; i++) {
-        CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0));
-    }
-    pthread_barrier_wait(&meeting);
-    if (rank == 0) {
-        gm_comm_abort(comm, "its process ends");
-    } else {
-        usleep(300000); /* the watching thread has looked */
-        CHECK_OK(gm_comm_check(comm));
-    }
-    pthread_barrier_wait(&meeting);
-    gm_comm_abort(comm, "and so do these");
-    gm_comm_free(comm);
-    return NULL;
-}
-
-static void check_left(void)
-{
-    pthread_t threads[N_RANKS];
-    gm_fake_ranks ranks;
-    start_ranks(threads, &ranks, N_RANKS, be_done);
-    end_ranks(threads, &ranks, N_RANKS);
-    start_ranks(threads, &ranks, N_RANKS + 1, be_left);
-    pthread_barrier_wait(&meeting);
-    while (fake->n_waiting == 0) {
-        usleep(10000);
-    }
-    fake->kept_out = (unsigned long)pthread_self();
-    gm_comm_abort(left, "the user has had enough");
-    fake->kept_out = 0;
-    pthread_barrier_wait(&meeting);
-    end_ranks(threads, &ranks, 2 * N_RANKS);
 }
 
 /* Work that does not end, and with it a call of the driver, which has the communicator's lock: the watching thread ends
  * both, and asks the driver for nothing. */
-static void *be_locked(void *argument)
-{
-    int rank = (int)(intptr_t)argument;
-    char bytes[N_RANKS];
-    gm_comm *comm = meet(rank, N_RANKS, PATIENT);
-    nccl_comm *c = (nccl_comm *)comm;
-    pthread_mutex_lock(&c->rest); /* the watching thread does not look */
-    c->timeout = 0.5;
-    pthread_mutex_unlock(&c->rest);
-    pthread_barrier_wait(&meeting);
-    pthread_barrier_wait(&meeting);
-    CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0));
-    if (rank == 0) {
-        (void)gm_comm_all_gather(comm, (uintptr_t)bytes, 1, 0);
-    }
-    pthread_barrier_wait(&meeting);
-    pthread_barrier_wait(&meeting);
-    check_refused(gm_comm_check(comm), GM_ERR_DEVICE, rank == 0 ? "not done after 0.5 s" : "");
-    gm_comm_free(comm);
-    return NULL;
-}
-
 static void check_locked(void)
 {
-    pthread_t threads[N_RANKS];
-    gm_fake_ranks ranks;
-    start_ranks(threads, &ranks, N_RANKS + 1, be_locked);
-    pthread_barrier_wait(&meeting);
+    int n_aborted = fake->n_aborted;
+    gm_comm *comm = meet(0, 2, 0.5);
+    pthread_t thread;
     atomic_store(&fake->is_device_done, 0);
-    fake->is_locked = true;
-    pthread_barrier_wait(&meeting);
-    pthread_barrier_wait(&meeting);
-    while (fake->n_aborted < n_aborted_before + N_RANKS) {
-        usleep(10000);
-    }
-    fake->is_locked = false;
-    finish();
-    pthread_barrier_wait(&meeting);
-    end_ranks(threads, &ranks, 3 * N_RANKS);
-}
-
-/* A rank elsewhere, or one that has nothing to show: nobody copies. */
-static void check_strangers(void)
-{
-    const gm_cuda_api *cuda;
-    gm_peers *peers;
-    CUcontext context;
-    CHECK_OK(gm_cuda(&cuda));
-    CHECK(cuda->cuCtxPushCurrent((CUcontext)fake) == CUDA_SUCCESS);
-    for (int change = 0; change < 3; change++) {
-        CHECK(change < 2 || setenv("NCCL_P2P_DISABLE", "1", 1) == 0);
-        CHECK_OK(gm_peers_new(cuda, 1, 2, &peers));
-        cards[0] = cards[1] = gm_peers_card_of(peers);
-        cards[0].host += change == 0;
-        cards[0].is_there = change == 1 ? 0 : cards[0].is_there;
-        CHECK(!gm_peers_open(peers, cards));
-        gm_peers_close(peers);
-        gm_peers_free(peers, false);
-        CHECK(fake->n_opened == 0 && fake->n_buffers == 0 && fake->n_events == 0);
-    }
-    CHECK(unsetenv("NCCL_P2P_DISABLE") == 0);
-    CHECK(cuda->cuCtxPopCurrent(&context) == CUDA_SUCCESS);
+    CHECK_OK(gm_comm_all_gather(comm, at, 100, 0));
+    fake->is_full = true;
+    CHECK(pthread_create(&thread, NULL, gather_again, comm) == 0);
+    await_aborted(n_aborted);
+    CHECK(pthread_join(thread, NULL) == 0 && fake->n_waiting == 0 && !fake->is_full);
+    check_refused(gm_comm_check(comm), GM_ERR_DEVICE, "not done after 0.5 s");
+    part(comm);
 }
 
 int main(void)
@@ -710,14 +381,6 @@ int main(void)
     check_issue();
     check_agreement();
     check_many_agreements();
-    check_peers(false);
-#ifndef __SANITIZE_THREAD__ /* what ranks read that were let go on is written meanwhile */
-    check_peers(true);
-#endif
-    check_strangers();
-    check_all_members();
-    check_ahead();
-    check_left();
     check_locked();
     puts("fake_comm: ok");
     return 0;

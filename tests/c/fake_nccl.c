@@ -1,8 +1,8 @@
 /* fake_nccl.c - plays NCCL, and the few functions of the driver that comm/nccl.c depends on, as a test wishes: one
  * shared object under both names, whose state the test finds as gm_fake_state. */
-#define _GNU_SOURCE /* pthread_barrier_t */
 #include "fake_nccl.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,23 +10,16 @@
 #include "check.h"
 #include "device/cuda/driver.h"
 
-#define HANDLE ((void *)32)
-#define IS_LIVE(comm)                                                  \
-    (fake->ranks ? rank_of(comm) >= 0 && rank_of(comm) < GM_FAKE_RANKS \
-                 : (comm) == HANDLE && fake->n_live == 1)
+#define HANDLE        ((void *)32)
+#define IS_LIVE(comm) ((comm) == HANDLE && fake->n_live == 1)
 
 gm_fake gm_fake_state = {.version = 22800, .is_device_done = 1};
 static gm_fake *const fake = &gm_fake_state;
 static _Thread_local int depth; /* of pushed contexts */
 
-static int rank_of(const void *comm)
-{
-    return (int)(uintptr_t)comm - 1;
-}
-
 CUresult cuEventQuery(CUevent event)
 {
-    CHECK(event && !(fake->is_locked && fake->n_waiting > 0));
+    CHECK(event && fake->n_waiting == 0); /* with the driver's lock */
     return fake->driver_error     ? (CUresult)atomic_load(&fake->driver_error)
            : fake->is_device_done ? CUDA_SUCCESS
                                   : CUDA_ERROR_NOT_READY;
@@ -53,7 +46,7 @@ CUresult cuMemAlloc(CUdeviceptr *out, size_t bytes)
     static void *last[4096]; /* what is kept on purpose is no leak */
     static atomic_size_t n;
     CHECK(depth > 0);
-    if (fake->n_allocs > 0 && atomic_fetch_sub(&fake->n_allocs, 1) == 1) {
+    if (fake->has_no_room) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     void *data = malloc(bytes);
@@ -88,7 +81,6 @@ CUresult cuMemFreeHost(void *data)
 CUresult cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream)
 {
     (void)stream;
-    fake->n_copies++;
     memcpy((void *)(uintptr_t)dst, src, bytes);
     return CUDA_SUCCESS;
 }
@@ -96,97 +88,7 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstr
 CUresult cuMemcpyDtoHAsync(void *dst, CUdeviceptr src, size_t bytes, CUstream stream)
 {
     (void)stream;
-    fake->n_copies++;
     memcpy(dst, (const void *)(uintptr_t)src, bytes);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
-{
-    (void)stream;
-    if (!fake->drops_copies) {
-        memcpy((void *)(uintptr_t)dst, (const void *)(uintptr_t)src, bytes);
-    }
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream)
-{
-    (void)stream;
-    memset((void *)(uintptr_t)dst, value, bytes);
-    return CUDA_SUCCESS;
-}
-
-static _Thread_local void *registered; /* the last */
-static _Thread_local size_t registered_bytes;
-
-CUresult cuMemHostRegister(void *at, size_t bytes, unsigned flags)
-{
-    CHECK(depth > 0 && at && bytes % 4096 == 0);
-    CHECK(flags == (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP));
-    registered = at;
-    registered_bytes = bytes;
-    fake->n_opened++;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemHostUnregister(void *at)
-{
-    CHECK(at);
-    fake->n_opened--;
-    return CUDA_SUCCESS;
-}
-
-/* Pages have one address on the device, however often the host maps them: here where their owner, who registers them
- * first, has mapped them.  They are told by their last bytes, which no others share. */
-CUresult cuMemHostGetDevicePointer(CUdeviceptr *out, void *at, unsigned flags)
-{
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static struct {
-        uint64_t secret;
-        void *at;
-    } pages[256];
-    static size_t n;
-    uint64_t secret;
-    size_t i = 0;
-    CHECK(flags == 0 && at == registered);
-    memcpy(&secret, (char *)at + registered_bytes - sizeof secret, sizeof secret);
-    pthread_mutex_lock(&lock);
-    while (i < n && pages[i].secret != secret) {
-        i++;
-    }
-    CHECK(i < sizeof pages / sizeof *pages);
-    if (i == n) {
-        pages[n].secret = secret;
-        pages[n++].at = at;
-    }
-    *out = (CUdeviceptr)(uintptr_t)pages[i].at;
-    pthread_mutex_unlock(&lock);
-    return CUDA_SUCCESS;
-}
-
-/* A stream that waits is a thread that waits: each rank is one. */
-CUresult cuStreamBatchMemOp(CUstream stream, unsigned n, CUstreamBatchMemOpParams *ops,
-                            unsigned flags)
-{
-    (void)stream;
-    CHECK(flags == 0 && n <= 256);
-    for (unsigned i = 0; i < n; i++) {
-        uint32_t *at = (uint32_t *)(uintptr_t)ops[i].writeValue.address;
-        uint32_t value = ops[i].writeValue.value;
-        if (ops[i].operation == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
-            CHECK(ops[i].writeValue.flags == CU_STREAM_WRITE_VALUE_DEFAULT);
-            __atomic_store_n(at, value, __ATOMIC_RELEASE);
-            continue;
-        }
-        CHECK(ops[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32);
-        CHECK(ops[i].waitValue.flags == CU_STREAM_WAIT_VALUE_GEQ);
-        fake->n_waiting++;
-        while ((int32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) - value) < 0) {
-            sched_yield();
-        }
-        fake->n_waiting--;
-    }
     return CUDA_SUCCESS;
 }
 
@@ -204,6 +106,12 @@ CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr data, cuuint32_t valu
     size_t i = 0;
     (void)stream;
     CHECK(flags == CU_STREAM_WRITE_VALUE_DEFAULT && depth > 0);
+    if (fake->is_full) {
+        for (fake->n_waiting++; fake->is_full;) {
+            sched_yield();
+        }
+        fake->n_waiting--;
+    }
     pthread_mutex_lock(&later_lock);
     while (i < n_later && later[i].at != at) {
         i++;
@@ -228,31 +136,8 @@ void gm_fake_finish(void)
     }
     n_later = 0;
     atomic_store(&fake->is_device_done, 1);
+    atomic_store(&fake->is_full, false);
     pthread_mutex_unlock(&later_lock);
-}
-
-CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr data)
-{
-    memcpy(out, &data, sizeof data);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags)
-{
-    CHECK(flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
-    if (fake->n_openings > 0 && atomic_fetch_sub(&fake->n_openings, 1) == 1) {
-        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
-    }
-    memcpy(out, &handle, sizeof *out);
-    fake->n_opened++;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuIpcCloseMemHandle(CUdeviceptr data)
-{
-    CHECK(data);
-    fake->n_opened--;
-    return CUDA_SUCCESS;
 }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
@@ -273,9 +158,6 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device)
 CUresult cuCtxPushCurrent(CUcontext context)
 {
     CHECK(context == (CUcontext)fake);
-    while (fake->kept_out == (unsigned long)pthread_self() && fake->n_waiting > 0) {
-        sched_yield();
-    }
     depth++;
     return CUDA_SUCCESS;
 }
@@ -325,7 +207,7 @@ int ncclCommInitRankConfig(void **out, int size, nccl_id id, int rank, const ncc
     CHECK(config->size == 24 && config->magic == 0xcafebeef && config->version == 21400);
     CHECK(config->blocking == 0 && rank < size && id.bytes[0] == 7 && id.bytes[127] == 7);
     CHECK(depth > 0);
-    *out = fake->ranks ? (void *)(uintptr_t)(rank + 1) : HANDLE;
+    *out = HANDLE;
     fake->n_live++;
     return 7;
 }
@@ -350,9 +232,7 @@ int ncclCommAbort(void *comm);
 int ncclCommAbort(void *comm)
 {
     CHECK(IS_LIVE(comm));
-    if (!fake->ranks) {
-        gm_fake_finish(); /* its kernels return */
-    }
+    gm_fake_finish(); /* its kernels return */
     fake->n_live--;
     fake->n_aborted++;
     return 0;
@@ -363,9 +243,7 @@ int ncclCommGetAsyncError(void *comm, int *out)
 {
     CHECK(IS_LIVE(comm));
     *out = fake->polls > 0 ? 7 : atomic_load(&fake->async_error);
-    if (!fake->ranks) {
-        fake->polls -= fake->polls > 0;
-    }
+    fake->polls -= fake->polls > 0;
     return 0;
 }
 
@@ -382,38 +260,8 @@ const char *ncclGetLastError(void *comm)
     return "the details";
 }
 
-/* Ranks that are threads: shards of bytes, or the largest of words. */
-static int meet(const void *src, void *dst, size_t count, int dtype, int op, void *comm)
-{
-    gm_fake_ranks *ranks = fake->ranks;
-    int rank = rank_of(comm);
-    uint64_t most[8] = {0};
-    CHECK(depth > 0);
-    ranks->src[rank] = src;
-    pthread_barrier_wait(&ranks->meeting);
-    for (int r = 0; r < GM_FAKE_RANKS; r++) {
-        if (dtype == 1 && r != rank) {
-            memcpy((char *)dst + (size_t)r * count, ranks->src[r], count);
-        }
-        for (size_t i = 0; dtype == 5 && op == 2 && i < count; i++) {
-            uint64_t word = ((const uint64_t *)ranks->src[r])[i];
-            CHECK(count <= 8);
-            most[i] = word > most[i] ? word : most[i];
-        }
-    }
-    pthread_barrier_wait(&ranks->meeting);
-    if (dtype == 5) {
-        memcpy(dst, most, count * sizeof *most);
-    }
-    fake->n_gathers += dtype == 1;
-    return 0;
-}
-
 static int collective(const void *src, void *dst, size_t count, int dtype, int op, void *comm)
 {
-    if (fake->ranks) {
-        return meet(src, dst, count, dtype, op, comm);
-    }
     CHECK(IS_LIVE(comm) && depth > 0);
     fake->src = src;
     fake->dst = dst;
@@ -447,7 +295,7 @@ int ncclAllReduce(const void *src, void *dst, size_t count, int dtype, int op, v
                   void *stream)
 {
     (void)stream;
-    if (!fake->ranks && dtype == 5 && op == 2 && count == 4) {
+    if (dtype == 5 && op == 2 && count == 4) {
         uint64_t *words = dst;
         memcpy(fake->words, src, sizeof fake->words);
         for (int i = 0; i < 4 && fake->has_other; i++) {

@@ -1,6 +1,6 @@
 """Communicators over NCCL without a GPU: tests/c plays NCCL and the driver, under the sanitizers.
 
-What NCCL is asked, each way in which it can fail to answer, and gathers by copies between ranks that are threads.
+What NCCL is asked, and each way in which it can fail to answer.
 cuda.h is the one of the package nvidia-cuda-runtime, so that every machine builds against the same.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMM = ("comm", "nccl", "nccl_call", "nccl_load", "nccl_meet", "peers", "words")
+COMM = ("comm", "nccl", "nccl_call", "nccl_load")
 CORE = ["csrc/base/base.c", "csrc/device/cuda/driver.c", *(f"csrc/comm/{name}.c" for name in COMM)]
 
 

@@ -19,9 +19,7 @@
     X(cuEventSynchronize) X(cuEventQuery) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync)              \
     X(cuMemcpyDtoDAsync) X(cuMemsetD8Async) X(cuModuleLoadData) X(cuModuleUnload)                \
     X(cuModuleGetFunction) X(cuLaunchKernel) X(cuLaunchHostFunc) X(cuEventElapsedTime)           \
-    X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemHostGetDevicePointer) X(cuCtxSynchronize)          \
-    X(cuStreamBatchMemOp) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) X(cuIpcCloseMemHandle)      \
-    X(cuStreamWriteValue32)
+    X(cuMemHostAlloc) X(cuMemFreeHost) X(cuCtxSynchronize) X(cuStreamWriteValue32)
 /* clang-format on */
 
 typedef struct gm_cuda_api {
