@@ -1,14 +1,16 @@
-"""Cases in which each value of a parameter meets each value of each other one, and not all of them at once."""
+"""Few cases of the many that parameters of a test have: `pairs`, where two of them decide something together, and
+`turns`, where each decides by itself.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
-__all__ = ["pairs"]
+__all__ = ["pairs", "turns"]
 
 
 def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
@@ -29,4 +31,12 @@ def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
         case = max(every, key=lambda case: len(new(case)))
         left -= new(case)
         cases.append(tuple(v[i] for v, i in zip(values.values(), case, strict=True)))
+    return pytest.mark.parametrize(tuple(values), cases)
+
+
+def turns(**values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test with each value of each parameter, in turns: as many cases as the longest list has values."""
+    lists = [list(v) for v in values.values()]
+    most = max(map(len, lists))
+    cases = [tuple(v[i % len(v)] for v in lists) for i in range(most)]
     return pytest.mark.parametrize(tuple(values), cases)

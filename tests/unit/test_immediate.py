@@ -90,24 +90,23 @@ def _planned(
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_zoo(case: Case) -> None:
     """The zoo with little memory and with enough; each micro-batch says that it ends a step."""
-    for precision in case.precisions[:2]:
+    for precision, share in zip(case.precisions, (2.0, max(0.5, case.floor)), strict=False):
         recipe = Recipe(precision=precision, steps=5)
         after = train_plain(case, recipe)[1]
-        for share in (max(0.5, case.floor), 2.0):
-            run = _says_step(budgeted(case, recipe, share, chunk_size=4096))
-            try:
-                drive(run, case, recipe.steps)
-                assert_same_outcome(run.outcome(), after)
-                assert chaos.faults() == (0, "")
-                if share == 2.0:
-                    assert run.engine.stats()["planned"]
-                    is_right = (immediate(run) > 0) == (case.name not in DEFERRED)
-                    assert is_right or case.name in EITHER, immediate(run)
-            finally:
-                run.engine.close()
+        run = _says_step(budgeted(case, recipe, share, chunk_size=4096))
+        try:
+            drive(run, case, recipe.steps)
+            assert_same_outcome(run.outcome(), after)
+            assert chaos.faults() == (0, "")
+            if share == 2.0:
+                assert run.engine.stats()["planned"]
+                is_right = (immediate(run) > 0) == (case.name not in DEFERRED)
+                assert is_right or case.name in EITHER, immediate(run)
+        finally:
+            run.engine.close()
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("share", [0.3, 1.2])  # 0.5 and 0.8 are those of the tests below
 @pytest.mark.parametrize("rates", list(RATES))
 def test_every_machine(rates: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMINI_RATES", RATES[rates])
@@ -227,8 +226,9 @@ def _mse(run: Plain, batch: tuple[Tensor, ...]) -> Tensor:
     return F.mse_loss(run(batch[0]).float(), batch[1])
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(
+    ("share", "evaluates"), [(0.5, False), (0.5, True), (1.0, True), (1.5, False)]
+)
 def test_gradient_in_parts_falls_back(share: float, evaluates: bool) -> None:
     case = Case("in_parts", _InParts, CASE.batch, _mse)
     want = plain(case.build, RECIPE)
@@ -264,12 +264,8 @@ class _Sparse(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("share", "set_to_none", "chunk_size"),  # each pair of values
-    [
-        (share, set_to_none, (4096, 16384)[(s + set_to_none) % 2])
-        for s, share in enumerate((0.4, 0.8, 1.2))
-        for set_to_none in (False, True)
-    ],
+    ("share", "set_to_none", "chunk_size"),
+    [(0.4, False, 4096), (0.8, True, 4096), (1.2, False, 16384), (0.4, True, 16384)],
 )
 def test_parameters_without_a_gradient(share: float, set_to_none: bool, chunk_size: int) -> None:
     """Their moments and counts stay, as torch's do, also beside others of their chunk."""
@@ -499,7 +495,7 @@ class _Own(nn.Module):
     [
         (way, rates, (0.6, 1.0, 2.5)[(w + r) % 3])
         for w, way in enumerate(("parent", "kept", "frozen", "own", "escaped"))
-        for r, rates in enumerate(("as measured", "slow host", "slow copies"))
+        for r, rates in enumerate(("slow host", "slow copies"))
     ],
 )
 def test_detached_reuse_is_never_wrong(
@@ -555,7 +551,7 @@ class _Bomb(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "error", [_Stop, KeyboardInterrupt, torch.OutOfMemoryError, ValueError, gs.GeminiMemoryError]
+    "error", [_Stop, KeyboardInterrupt, torch.OutOfMemoryError, gs.GeminiMemoryError]
 )
 def test_error_in_a_backward_that_has_updated(error: type[BaseException]) -> None:
     """Some weights are new and some are not: the engine is closed, and says why from then on.
@@ -589,8 +585,7 @@ def _device_maps() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:gemini-blocks")
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-@pytest.mark.parametrize("share", [0.5, 0.8, 1.2])
+@pytest.mark.parametrize(("share", "dtype"), [(0.5, None), (1.2, torch.float32)])
 def test_close_after_an_error_in_a_backward_that_has_updated(
     share: float, dtype: torch.dtype | None, recwarn: pytest.WarningsRecorder
 ) -> None:

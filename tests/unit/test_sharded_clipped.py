@@ -93,7 +93,7 @@ def count(rank: int, size: int, rates: str, seeds: list[int | None]) -> list[tup
 @pytest.mark.parametrize("rates", list(MACHINES))
 def test_no_wait_in_a_step_that_clips(rates: str, tmp_path: Path) -> None:
     """Planned steps of two ranks, whether the clip fires or not; speculated ones among them."""
-    of_ranks = values(run_ranks(2, tmp_path, count, MACHINES[rates], [None, 1, 2]))
+    of_ranks = values(run_ranks(2, tmp_path, count, MACHINES[rates], [None, 1]))
     assert all(taken > 0 and redone > 0 for found in of_ranks for taken, redone in found)
 
 
@@ -115,8 +115,10 @@ def train(rank: int, size: int, precision: str, shape: tuple[int, int]) -> None:
                 assert not torch.isfinite(runs[1].norms[-1])
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)], ids=["shards", "replicas", "hybrid"])
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+@pytest.mark.parametrize(
+    ("precision", "shape"),  # shards, replicas, hybrid
+    [("bf16-true", (1, 2)), ("32-true", (2, 1)), ("bf16-true", (2, 2))],
+)
 def test_bits(precision: str, shape: tuple[int, int], tmp_path: Path) -> None:
     values(run_ranks(shape[0] * shape[1], tmp_path, train, precision, shape))
 

@@ -193,7 +193,7 @@ def test_recomputed_units_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def check_escaping(rank: int, size: int, what: str) -> None:
     case = replace(SMALL, name="escaping", build=partial(_Escaping, what))
-    for share in (0.25, 0.4, 0.7):
+    for share in (0.25, 0.7):
         want, run = both(case, Recipe(precision="bf16-true"), share, chunk_size=4096)
         for each in (want, run):
             drive(each, case, 4)
@@ -209,7 +209,7 @@ def check_escaping(rank: int, size: int, what: str) -> None:
 # A view made before its unit's first tick is not known until then: with several ranks a gather may break the plan.
 @pytest.mark.parametrize(
     ("size", "what"),
-    [(1, "early"), *((size, what) for size in (1, 2, 4) for what in ("recomputed", "view"))],
+    [(1, "early"), *((size, what) for size in (1, 2) for what in ("recomputed", "view"))],
 )
 def test_what_outlives_its_unit_breaks_no_plan(
     size: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

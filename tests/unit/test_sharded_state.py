@@ -23,7 +23,6 @@ from helpers.reference import Recipe, assert_same_bits, drive, plain
 from helpers.sharded import Exact, ExactCase
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
-SIZES = (1, 2, 3, 4)
 SHORT = 8.0  # asking the others what they know of it takes up to 5 s
 
 
@@ -124,15 +123,14 @@ def check_state(rank: int, size: int, folder: str) -> None:
     assert_same(moments, {i: e["exp_avg"] for i, e in state["optimizer"]["state"].items()})
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_state(size: int, tmp_path: Path) -> None:
+def test_state(tmp_path: Path) -> None:
     torch.manual_seed(3)
     engine = manage(Exact())
     train(engine, 0, 1, range(3))
     torch.save(engine.state_dict(), tmp_path / "state.pt")
     engine.close()
     (tmp_path / "run").mkdir()
-    values(run_ranks(size, tmp_path / "run", check_state, str(tmp_path)))
+    values(run_ranks(3, tmp_path / "run", check_state, str(tmp_path)))
 
 
 def check_kept_entries(rank: int, size: int) -> None:
@@ -205,7 +203,7 @@ def test_memory_that_is_given_away(tmp_path: Path) -> None:
 
 
 class Keeps(nn.Linear):
-    """Keeps what it sees of its weight in its first forward; rank 1 drops it again."""
+    """Keeps what it sees of its weight in its first forward; rank 1 may drop it again."""
 
     def __init__(self) -> None:
         super().__init__(24, 24)
@@ -216,7 +214,7 @@ class Keeps(nn.Linear):
         return super().forward(x)
 
 
-def check_views_that_units_keep(rank: int, size: int) -> None:
+def check_views_that_units_keep(rank: int, size: int, is_dropped: bool) -> None:
     """A tensor that shows a weight shows the new one after a step, on whichever ranks there is one."""
 
     def run(is_managed: bool) -> list[Tensor]:
@@ -229,7 +227,7 @@ def check_views_that_units_keep(rank: int, size: int) -> None:
         for i in range(4):
             loss = model(torch.randn(5, 24)).square().mean()
             loss.backward() if engine is None else engine.backward(loss)
-            if rank == 1 and size == 2:
+            if rank == 1 and is_dropped:
                 model[0].views.clear()
             optimizer.step()
             optimizer.zero_grad()
@@ -242,9 +240,9 @@ def check_views_that_units_keep(rank: int, size: int) -> None:
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("size", (1, 2, 4))  # the mean of three equal gradients is rounded
-def test_views_that_units_keep(size: int, tmp_path: Path) -> None:
-    values(run_ranks(size, tmp_path, check_views_that_units_keep))
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_views_that_units_keep(is_dropped: bool, tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_views_that_units_keep, is_dropped))
 
 
 def check_distributed_checkpoint(rank: int, size: int, folder: str) -> None:
@@ -310,7 +308,7 @@ def check_take_over(rank: int, size: int) -> None:
         assert_same_bits(got.detach(), expected.detach(), name)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", (1, 3))
 def test_take_over(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_take_over))
 
@@ -387,9 +385,8 @@ def check_first_values(rank: int, size: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_first_values(size: int, tmp_path: Path) -> None:
-    values(run_ranks(size, tmp_path, check_first_values))
+def test_first_values(tmp_path: Path) -> None:
+    values(run_ranks(3, tmp_path, check_first_values))
 
 
 def check_files(rank: int, size: int, path: str) -> tuple[int, int]:
@@ -418,8 +415,6 @@ def check_files(rank: int, size: int, path: str) -> tuple[int, int]:
     assert sum(read) <= own + 3 * 48 * len(want), (sum(read), own)
     weights_module.WeightFiles._rows, weights_module._BEGIN = rows, begin
     assert own <= total / size + 512 * len(want)
-    if size == 1:
-        return own, total
     other = {name: value + (rank if name == "head.weight" else 0) for name, value in want.items()}
     save_file(other, f"{path}/{rank}.safetensors")
     with torch.device("meta"):
@@ -429,8 +424,7 @@ def check_files(rank: int, size: int, path: str) -> tuple[int, int]:
     return own, total
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_files(size: int, tmp_path: Path) -> None:
+def test_files(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     torch.manual_seed(9)
@@ -438,7 +432,7 @@ def test_files(size: int, tmp_path: Path) -> None:
     save_file(state, str(tmp_path / "model.safetensors"))
     torch.save(state, tmp_path / "want.pt")
     (tmp_path / "run").mkdir()
-    parts = values(run_ranks(size, tmp_path / "run", check_files, str(tmp_path)))
+    parts = values(run_ranks(3, tmp_path / "run", check_files, str(tmp_path)))
     assert sum(own for own, _ in parts) == parts[0][1]
 
 
