@@ -42,7 +42,7 @@ INLINE __m256i load16(const void *at)
     return _mm256_loadu_si256((const __m256i *)at);
 }
 
-/* past: by the cache, which nobody reads it from; `at` is then aligned to the vector. */
+/* past: by the cache, as no reader follows; `at` is then aligned to the vector. */
 INLINE void store16(void *at, __m256i x, int past)
 {
     if (past) {

@@ -116,7 +116,7 @@ typedef struct gm_clip_args {
     size_t n;
     double max_norm;
     gm_clip *out;
-    float *norm; /* NULL: nobody wants it */
+    float *norm; /* NULL: not wanted */
     /* NULL; else the sum is left here, without pending carries, so that ranks can add theirs, and that is all. */
     gm_sumsq *total;
 } gm_clip_args;
@@ -132,12 +132,12 @@ void gm_grad_add_host(const gm_grad_add_args *args, gm_workers *pool);
 /* Adds the squares of data[0..numel) to *sum. */
 void gm_sumsq_host(const void *data, gm_dtype dtype, size_t numel, gm_sumsq *sum, gm_workers *pool);
 /* fp32 master <-> (weight, low).  split rounds; merge is exact.  GM_F32: plain copy of weight.  Masters to be split may be
- * of another dtype, `source`; low NULL: nobody wants low parts. */
+ * of another dtype, `source`; low NULL: no low parts are wanted. */
 void gm_split_host(gm_dtype format, gm_dtype source, const void *master, void *weight, void *low,
                    size_t numel, gm_workers *pool);
 void gm_merge_host(gm_dtype format, const void *weight, const void *low, float *master,
                    size_t numel, gm_workers *pool);
-/* Somebody wrote new weights, of a format with a low part: where the bits of weight and old_weight differ, that is reset so
+/* The script wrote new weights, of a format with a low part: where the bits of weight and old_weight differ, that is reset so
  * that the master equals the new weight exactly. */
 void gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weight, void *low,
                        size_t numel);

@@ -2,7 +2,7 @@
  *
  * A job is cut into spans, a few per thread; idle threads and the caller (who in a pool with cores of
  * its own only waits) take them one by one, so a thread that wakes late, or whose core is busy with
- * something else, delays nobody.  Threads are bound to all of the pool's cores, not to one each, for
+ * something else, delays no other.  Threads are bound to all of the pool's cores, not to one each, for
  * the same reason: a core that a thread of the user's has taken is left to it.  Idle threads
  * look for work for some microseconds before they sleep: jobs come in rows (chunk after chunk), and
  * a sleeping thread takes longer to wake than a small job takes to run.

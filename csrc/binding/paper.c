@@ -7,7 +7,7 @@
 #include "binding/running.h"
 #include "device/paper.h"
 
-/* What stands for the addresses of tensors: nobody reads them. */
+/* What stands for the addresses of tensors: nothing reads them. */
 #define SOMEWHERE ((const void *)4096)
 
 /* Each event is (kind, a, b, c); RECORDED in the module has the names. */

@@ -8,7 +8,7 @@
 static gm_status set_external(const core *self, gm_engine *engine, size_t bytes)
 {
     enum { FALL = 64 << 20 }; /* less is the driver's own coming and going */
-    /* What somebody else held while a pass was traced is no need of that pass. */
+    /* What other models held while a pass was traced is no need of that pass. */
     bool has_fallen = atomic_exchange(&self->outside->external_bytes, bytes) > bytes + FALL;
     return has_fallen ? gm_engine_regain(engine) : GM_OK;
 }
@@ -38,7 +38,7 @@ static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
 void gm_py_stop_answering(core *self)
 {
     if (atomic_exchange(&self->outside->answers, false)) {
-        /* Without the GIL: it waits for torch's question, which may wait for whoever wants the GIL. */
+        /* Without the GIL: it waits for torch's question, which may wait for a thread that wants the GIL. */
         GM_NO_GIL(gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL));
     }
 }

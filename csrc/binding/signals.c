@@ -73,7 +73,7 @@ static void release(void)
 static int hold(void)
 {
     for (int signal = 1; signal <= N_SIGNALS; signal++) {
-        /* The C library has some of its own, and two that nobody can handle. */
+        /* The C library has some of its own, and two that no handler can catch. */
         bool is_free = !is_synchronous(signal) && signal != SIGKILL && signal != SIGSTOP &&
                        (signal < 32 || signal >= SIGRTMIN);
         int handled = is_free ? is_handled(signal) : 0;

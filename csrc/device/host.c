@@ -9,7 +9,7 @@
  * 1. Block b is the file's bytes [(b - 1) * block_bytes, b * block_bytes); it has pages of its own
  *    from block_new to block_free (given at once, where the kernel can), and none otherwise.
  * 2. Every address of a range is at all times mapped onto a block or PROT_NONE: it is never free
- *    for somebody else's mmap to land in.
+ *    for another mmap of the process to land in.
  * 3. Ranges and blocks belong to the process that made the device.  A forked child does not have
  *    them: a call there that maps, takes or waits fails by name, as those of an engine do (call.c),
  *    and a stray access faults; a child can never change the parent's weights. */

@@ -224,7 +224,7 @@ static gm_status pin_locked(const hold_job *job, size_t id)
     return GM_OK;
 }
 
-/* Huge pages [begin, end) of the extents laid end to end.  Whoever touches the last one of an extent pins it, one thread at
+/* Huge pages [begin, end) of the extents laid end to end.  The thread that touches the last one of an extent pins it, one thread at
  * a time, as the driver does, while the others go on touching. */
 static void hold_span(void *context, size_t begin, size_t end)
 {

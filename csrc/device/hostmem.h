@@ -20,7 +20,7 @@ gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out
 /* Fails with GM_ERR_NOMEM before touching anything if `bytes` > gm_host_available().  The memory
  * reads as zeros.  bytes 0 gives a valid empty arena.  Pinned for the copies of a device, which
  * outlives it (NULL: of none); GM_ERR_NOMEM also where that cannot be.  For a device on paper:
- * addresses alone, which nobody may use, with no limit but the address space's. */
+ * addresses alone, which are not to be used, with no limit but the address space's. */
 gm_status gm_arena_new(gm_device *device, size_t bytes, gm_workers *pool, gm_arena **out);
 /* Address space for a device's copies, in which nothing is there yet. */
 gm_status gm_arena_reserve(gm_device *device, size_t bytes, gm_arena **out);

@@ -12,8 +12,8 @@
  *       ^               |  ^                          |     CLEAN  resident; home and device agree
  *       +----evict------+  +---------send_home--------+     DIRTY  resident; only the device's hold
  *
- * A transient piece (layout.h) has no home: it is claimed (HOME -> DIRTY), and discarded when
- * nobody needs it.
+ * A transient piece (layout.h) has no home: it is claimed (HOME -> DIRTY), and discarded after
+ * its last use.
  *
  * States are those of the order of issue: a piece is CLEAN once its copy home is issued.  Who looks
  * at bytes waits for the piece's fences (chunk_impl.h), on a stream or on the host.
@@ -43,7 +43,7 @@ typedef struct gm_chunks_options {
     uint32_t n_chunks;
     const size_t (*piece_bytes)[GM_N_PIECES]; /* (n_chunks,) bytes of each piece; 0 = none */
     bool has_homes;                           /* false: all pieces stay resident */
-    gm_arena *homes; /* begins with gm_chunks_home_bytes() that nobody holds; NULL: all resident */
+    gm_arena *homes; /* begins with gm_chunks_home_bytes() free bytes; NULL: all resident */
     size_t home_limit;   /* bytes of homes */
     const bool *stays;   /* (n_chunks,) borrowed; NULL: none does */
     gm_workers *workers; /* that touch them first */
@@ -129,19 +129,19 @@ gm_status gm_chunks_begin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_wor
                           gm_stream stream);
 gm_status gm_chunks_end(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_work work,
                         gm_stream stream);
-/* Whoever has the piece pinned reads it on `stream` up to now. */
+/* The users that have the piece pinned read it on `stream` up to now. */
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* If DIRTY: issues the copy. */
 gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- spares: memory beside a home, for the bytes that come next ---- */
 
-/* Counts what may have changed the piece's bytes: whoever writes them passes a function of this
+/* Counts what may have changed the piece's bytes: each write of them passes a function of this
  * file.  Moving them, to the device or home, changes nothing. */
 uint64_t gm_chunks_version(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The piece gets a spare, as long as its home, which outlives the table. */
 gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, uint8_t *spare);
-/* Another piece, as long, gets it; waits for whoever uses it. */
+/* Another piece, as long, gets it; waits for its users. */
 gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm_piece piece);
 uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
 /* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from

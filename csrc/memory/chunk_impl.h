@@ -9,7 +9,7 @@
  *     home_used  the last reader of its home other than a fetch
  * So: reading device bytes comes after filled; writing them after filled, used, homed; reading a
  * home after homed; writing it after homed, home_used, filled.  Taking over a block is writing the
- * device bytes of whoever owned it.
+ * device bytes of its last owner.
  *
  * A spare has fences of the same kind as a home, and the two change places with their memory.
  * Writing a spare comes after both of its own, after filled, which may have read it when it was the
@@ -28,7 +28,7 @@ typedef struct fence {
     gm_stream stream;
     gm_stream seen; /* the stream that has been made to wait for it since it was set */
     bool is_set, has_seen;
-    bool is_open; /* set, but the event is recorded only when somebody needs it */
+    bool is_open; /* set, but the event is recorded only when a stream waits for it */
 } fence;
 
 typedef struct piece {
@@ -108,7 +108,7 @@ void gm_piece_move(piece *p, piece_state to);
 gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
 /* Copies; the piece owns its blocks. */
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
-/* Orders `stream` behind whoever uses the device bytes: for writing them, or what takes over their
+/* Orders `stream` behind the users of the device bytes: for writing them, or what takes over their
  * blocks. */
 gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);
 gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream); /* before a pin */

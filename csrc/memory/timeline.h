@@ -33,7 +33,7 @@ typedef enum gm_log_kind {
     GM_LOG_REDUCE,  /* of a chunk's gradients, over the ranks */
     GM_LOG_HELD,    /* mark: the piece was on the device when the log began */
     GM_LOG_DROPPED, /* mark: the piece is no longer on the device; no bytes had to move */
-    GM_LOG_PASS_END, /* on compute, without length: what follows until the next tick belongs to nobody's unit */
+    GM_LOG_PASS_END, /* on compute, without length: what follows until the next tick belongs to no unit */
     GM_N_LOG_KINDS
 } gm_log_kind;
 

@@ -77,7 +77,7 @@ typedef struct gm_plan_chunk {
     size_t bytes[GM_N_PIECES];    /* that a copy moves; 0 = none */
     uint32_t blocks[GM_N_PIECES]; /* that it takes on the device */
     uint64_t numel;               /* elements that Adam updates; 0: frozen */
-    bool must_reside; /* somebody shows its weights, gathered if they are: no eviction */
+    bool must_reside; /* a tensor shows its weights, gathered if they are: no eviction */
     bool stays;       /* it has no home (stay.h): class R, with its gradient, in every plan */
 } gm_plan_chunk;
 

@@ -1,5 +1,5 @@
 /* plan_impl.h - what the plan's own files share: the problem as read from the traces, a plan under construction,
- * and the steps from one to the other.  Nobody else includes it, but for the tests of the plan. */
+ * and the steps from one to the other.  No other file includes it, but for the tests of the plan. */
 #pragma once
 
 #include "plan/plan.h"

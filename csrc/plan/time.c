@@ -6,7 +6,7 @@
  *    update; a device update waits for weights, states and gradient; a deferred update waits for
  *    the end of the last backward, which has the norm.  A gather waits for the shard's weights and
  *    for the last reader of what was in its place, a use for its gather, a reduce for the last
- *    gradient; whoever reads the sum waits for the reduce.
+ *    gradient; a reader of the sum waits for the reduce.
  * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy.
  * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first
  *    slices come in as soon as slots are free, the others once Adam has begun; each goes home
@@ -49,7 +49,7 @@ typedef struct gm_replay {
     gm_item *items;   /* (n, GM_N_PIECES) */
     uint32_t *owners; /* of the plan's blocks */
     /* The stage: slots for slices, taken in turn. */
-    gm_gone *gone; /* (most_gone,), a queue: those that nobody has waited for yet */
+    gm_gone *gone; /* (most_gone,), a queue: those without a waiter yet */
     uint32_t most_gone, first_gone, n_gone, n_slots, last_gone;
     uint64_t n_slices;
     double slot_bytes;
@@ -99,7 +99,7 @@ static void wait_for_owner(gm_replay *r, uint32_t chunk, gm_piece piece)
     }
 }
 
-/* The piece takes its blocks; the node added next waits for whoever had them. */
+/* The piece takes its blocks; the node added next waits for their last owner. */
 static void claim(gm_replay *r, uint32_t chunk, gm_piece piece)
 {
     const gm_place *place = &r->plan->places[chunk * GM_N_PIECES + piece];

@@ -131,7 +131,7 @@ gm_status gm_book_tick(gm_book *book, gm_tick_kind kind, uint32_t id, size_t out
     }
     GM_TRY(make_room(book));
     uint32_t position = book->n_run++;
-    /* A gradient that is complete is taken by nobody: its tick ends at once. */
+    /* No unit takes a gradient that is complete: its tick ends at once. */
     uint32_t until = kind == GM_TICK_GRAD ? position + 1 : GM_NO_TICK;
     book->run[position] = (gm_tick){(uint32_t)kind, id, until, 0, outside_bytes};
     book->hash = fnv1a(fnv1a(book->hash, (uint32_t)kind), id);

@@ -231,7 +231,7 @@ class Saving:
 
 @atexit.register
 def _tell() -> None:
-    """Errors that nobody has asked for."""
+    """Errors that no call has raised."""
     for saving in list(_all):
         if saving._pid == os.getpid() and saving.done and saving._error and not saving._is_told:
             warnings.warn(

@@ -70,7 +70,7 @@ class Claim:
     Its parent is made if it is not there.
 
     Raises:
-        GeminiError: somebody else writes there now.
+        GeminiError: another process writes there now.
         OSError: there can be no lock.
     """
 
@@ -78,7 +78,7 @@ class Claim:
         target.parent.mkdir(parents=True, exist_ok=True)
         self._path = target.with_name(f".{target.name}.lock")
         while True:
-            # A file, which closes itself: who is interrupted before he has this keeps nobody out.
+            # A file, which closes itself: an interrupt before this has it leaves no lock.
             self._file = self._path.open("a")
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +109,7 @@ class Claim:
 
 
 class Draft:
-    """A folder under another name, beside the one that it is to become. Nobody else saves there until its end.
+    """A folder under another name, beside the one that it is to become. No other process saves there until its end.
 
     Args:
         target: where it goes; its parent is made if it is not there.
@@ -121,7 +121,7 @@ class Draft:
         path: where to write.
 
     Raises:
-        GeminiError: something else has the target's name, or somebody else saves there.
+        GeminiError: something else has the target's name, or another process saves there.
         OSError: it cannot be made.
     """
 
@@ -178,7 +178,7 @@ def put(draft: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def aside(target: Path) -> Iterator[None]:
-    """Inside, somebody else may write a file of the name; a checkpoint folder that has it goes when the file is there.
+    """Inside, other code may write a file of the name; a checkpoint folder that has it goes when the file is there.
 
     Until then `find` knows it.
     """
@@ -204,7 +204,7 @@ def clear(target: Path, names: str | None = None) -> None:
 
 
 def other_name(target: Path, what: str) -> Path:
-    """A name beside `target` that nobody has."""
+    """A name beside `target` that is free."""
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     return target.with_name(f".{target.name}.{what}-{mark}")
 

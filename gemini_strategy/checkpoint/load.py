@@ -1,4 +1,4 @@
-"""Loading: every rank reads what it keeps of a checkpoint folder, whoever wrote it.
+"""Loading: every rank reads what it keeps of a checkpoint folder, of any number of ranks.
 
 Invariants
     1. Nothing changes before names, shapes and files have been compared and every byte that is wanted has been checked:

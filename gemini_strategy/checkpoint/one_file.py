@@ -54,7 +54,7 @@ def write(checkpoint: Any, path: Path) -> None:
     Raises:
         OSError: it cannot be written, with the path; the old file is as it was.
         GuardError: a stand-in's value has changed.
-        GeminiError: the path is a folder that is no checkpoint, or somebody else saves there.
+        GeminiError: the path is a folder that is no checkpoint, or another process saves there.
     """
     whole(path, lambda draft: _write_archive(checkpoint, draft))
 
@@ -68,7 +68,7 @@ def whole(path: Path, make: Callable[[Path], None]) -> None:
 
     Raises:
         OSError: it cannot be written, with the path; the old file is as it was.
-        GeminiError: the path is a folder that is no checkpoint, or somebody else saves there.
+        GeminiError: the path is a folder that is no checkpoint, or another process saves there.
     """
     reason = objection(path, replaces_files=True) if path.is_dir() else None
     if reason is not None:
@@ -174,7 +174,7 @@ def _fill(file: BinaryIO, found: dict[str, Pieces]) -> None:
             end += _CENTRAL.size + sum(lengths)
             file.seek(end)
     total = sum(records[name].file_size for name in found)
-    with progress("Gemini: saving", total, rank=0) as done:  # whoever writes a file does it alone
+    with progress("Gemini: saving", total, rank=0) as done:  # one rank alone writes a file
         for name, pieces in found.items():
             _fill_record(file, records[name], places[name], pieces, done)
 

@@ -4,7 +4,7 @@ In a record the bytes of the tensor lie in one run; `Record.raw` says where, so 
 around them.
 
 Invariants
-    1. A large tensor's bytes go from its memory to the file: no copy of them is made, and whoever writes them holds
+    1. A large tensor's bytes go from its memory to the file: no copy of them is made, and their writer holds
        Python's lock only between system calls, so that training goes on beside it.
     2. Each record has a place of its own in the file from its first byte on. What it leaves of it, less than `_AROUND`
        bytes, is zeros.

@@ -1,10 +1,10 @@
 """Threads for the bytes of a checkpoint: checksums and records take one processor longer than the disk takes.
 
 Invariants
-    1. At most `_MOST` pieces of work are handed over and not done: whoever hands over another one waits.
+    1. At most `_MOST` pieces of work are handed over and not done: the call that hands over another one waits.
     2. The first error of a thread is raised by the next call of `put` or `finish`; nothing is begun after it.
     3. The threads are started with the first piece of work, and have ended when `finish` or `close` returns.
-    4. What a signal's handler raises while somebody waits here leaves no lock behind that a thread waits for: what is
+    4. What a signal's handler raises while a call waits here leaves no lock behind that a thread waits for: what is
        waited on is a queue in C. Those of `threading` are Python, and stay locked where they are interrupted.
 """
 
@@ -22,7 +22,7 @@ _MOST = 4
 
 
 class Thread(threading.Thread):
-    """A thread that somebody may be interrupted at waiting for: threading's own counts as ended then."""
+    """A thread for which an interrupted wait is harmless: threading's own counts as ended then."""
 
     def __init__(
         self, target: Callable[..., object], args: tuple[object, ...] = (), name: str = ""

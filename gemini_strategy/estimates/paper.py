@@ -61,7 +61,7 @@ class _PaperRanks:
 
 
 class PaperModel:
-    """A model as Registration wants to find it, managed by nobody.
+    """A model as Registration wants to find it, with no engine.
 
     Args:
         optimizer: as for manage(); None: AdamW over every parameter that requires a gradient.

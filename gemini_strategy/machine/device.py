@@ -49,7 +49,7 @@ def find_device(device: torch.device | str | int | None, *, tells: bool = True) 
 
 
 def why_no_cuda() -> str:
-    """Why torch sees no CUDA device, in the words of whoever knows."""
+    """Why torch sees no CUDA device, in the words of torch or of the driver."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built without CUDA"
     try:

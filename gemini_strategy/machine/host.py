@@ -5,7 +5,7 @@ same split from what all of them said (`share_of_host`), so that nothing has to 
 
 * A rank wants the cores that it may use on its GPU's NUMA node, or all that it may use where the node is not known,
   where it may use none there, and on the host device. Ranks that want the same cores get equal parts of them.
-  Bindings by a launcher (taskset, SLURM) stand: nobody gets a core outside of its own.
+  Bindings by a launcher (taskset, SLURM) stand: no rank gets a core outside of its own.
 * Worker threads, and only they, are bound to these cores. They touch the host's memory first, so that it lies on
   their node, near the GPU that copies it.
 * A quota of processor time is divided by the ranks, and so is the memory that the host has left.

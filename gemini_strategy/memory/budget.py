@@ -53,7 +53,7 @@ def slack(device_budget: int) -> int:
 def parts_of(room: int, needs: Sequence[tuple[int, int]]) -> list[int]:
     """What each of several engines has of `room` bytes.
 
-    Each has its least; what is left goes to all in proportion to what they lack, and nobody has more than its most.
+    Each has its least; what is left goes to all in proportion to what they lack, and none has more than its most.
 
     Args:
         needs: (least, most) bytes of each. The least of all together fit.
@@ -303,7 +303,7 @@ def _found(device: torch.device) -> _Device | None:
 
 def _open(device: torch.device) -> _Device:
     if _found(device) is not None:
-        gc.collect()  # a model that nobody has any more is part of a cycle with its engine
+        gc.collect()  # a model that the script has dropped is part of a cycle with its engine
     with _lock:
         found = _found(device)
         if found is None:

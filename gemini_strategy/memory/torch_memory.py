@@ -34,7 +34,7 @@ def is_worth(sizes: list[int], staying: int, held: int) -> bool:
 
 
 class _History:
-    """Torch's record of its allocations, kept while an engine is open, unless somebody keeps one already."""
+    """Torch's record of its allocations, kept while an engine is open, unless the script keeps one already."""
 
     def __init__(self) -> None:
         self._is_ours = not _torch.is_history_enabled()
@@ -85,7 +85,7 @@ def _take_workspaces(device: torch.device) -> None:
 
 
 class TorchMemory:
-    """Torch's allocations on one device go through the core, from here until nobody has this any more."""
+    """Torch's allocations on one device go through the core, from here until this object is freed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

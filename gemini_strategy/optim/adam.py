@@ -169,7 +169,7 @@ class HybridAdam(torch.optim.Optimizer):
     The update is the sequence of operations in csrc/arith/arith.h, the same bits on every processor and
     on the GPU. `state[p]` holds `step` (0-dim fp32, CPU), `exp_avg`, `exp_avg_sq` (fp32, p's shape)
     and, for bf16 parameters, `remainder` (int16: master bits = (bf16 bits << 16) + remainder), for
-    fp16 parameters, `master` (fp32). Where a weight is another one at a step than the last step left, somebody
+    fp16 parameters, `master` (fp32). Where a weight is another one at a step than the last step left, the script
     wrote it, and it is its own master; where it was written and is the same again, its master stays. Beside a bf16
     parameter a copy of it is kept to see that. `state.clear()` resets moments and steps: masters stay.
     A `remainder` that is loaded, or written, belongs to the weights of the next step, in whichever order weights and
@@ -376,7 +376,7 @@ class HybridAdam(torch.optim.Optimizer):
         return key is not None and is_missing and low.dtype is dtype and low.shape == p.shape
 
     def _look(self, p: Tensor, low: Tensor) -> None:
-        """What somebody has put into `state` is of the weight of now."""
+        """What the script has put into `state` is of the weight of now."""
         known, version = self._gm_lows.get(p, (None, 0))
         if known is not low or low._version != version:
             p.__dict__.pop("_gm_seen", None)

@@ -223,7 +223,7 @@ def _check_class(plain: type) -> None:
 
 @functools.cache
 def _managed_class(plain: type) -> type:
-    # The name is the plain one's, and nobody who looks for optimizers by module and name finds it twice.
+    # The name is the plain one's, and a search for optimizers by module and name finds it once.
     names = {"__module__": __name__, "__qualname__": f"{_Managed.__qualname__}.{plain.__name__}"}
     return type(plain.__name__, (_Managed, plain), names)
 

@@ -114,7 +114,7 @@ class _Entry(_Shown):
         return {k: v.detach().clone() if k in self._keys else v for k, v in self.items()}
 
     def drop(self, taken: Mapping[Any, Any] | None = None) -> None:
-        """taken: what somebody has of it then, and may put back."""
+        """taken: what the script has of it then, and may put back."""
         if self.is_live:
             shown = self.copy()  # whose tensors say that they were dropped
             self.slot.forget_state()
@@ -351,7 +351,7 @@ def _load_low(slot: Slot, entry: Mapping[str, Any]) -> None:
 def live_entry(slot: Slot, saved: dict[str, Any]) -> dict[str, Any]:
     """What `saved_entry` gives, but that step and moments are the engine's themselves, as in a state dict of torch's.
 
-    What the weight lacks is not: whoever loads into it in place may have another weight to load, which it belongs to.
+    What the weight lacks is not: a loop that loads into it in place may have another weight to load.
     """
     live = dict(saved, step=slot.shown_step())
     for key in MOMENTS:

@@ -45,7 +45,7 @@ class Compared:
 
 
 def is_far(found: Compared, key: str) -> bool:
-    """Whether a figure is off by so much that somebody asks why."""
+    """Whether a figure is off by so much that the table gives a reason."""
     if key == "stall_percent":  # a share: points, not percent of percent
         was, now = found.planned.get(key, math.nan), found.measured.get(key, math.nan)
         return abs(now - was) > 100 * _FAR

@@ -2,7 +2,7 @@
 
 Invariants
     1. In each of its passes a module counts once when it is first entered, and once when its first gradient has come.
-    2. Units are watched from manage() to the end of the first step, and only where somebody sees the bar.
+    2. Units are watched from manage() to the end of the first step, and only where a terminal shows the bar.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FirstStep:
-    """The bar of a first step, a new one for each pass: how many passes there will be nobody knows.
+    """The bar of a first step, a new one for each pass: how many passes there will be is not known.
 
     Args:
         units: of the engine; those without trained parameters count in the forward only.

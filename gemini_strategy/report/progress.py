@@ -1,4 +1,4 @@
-"""How far long work is, for whoever watches a terminal: one of tqdm's bars, where tqdm is installed.
+"""How far long work is, for a person at a terminal: one of tqdm's bars, where tqdm is installed.
 
 Invariants
     1. A bar counts what is done (bytes, but in the first step), and of a checkpoint the few pieces that threads have in
@@ -23,7 +23,7 @@ _DELAY = 2.0  # seconds
 
 
 def nothing(n_bytes: int) -> None:
-    """What is told of work that nobody watches."""
+    """What is told of work that is not watched."""
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def is_watched(rank: int) -> bool:
 
 
 def bar(what: str, total: int, unit: str = "B") -> Bar:
-    """For work that no block of code encloses, where `is_watched`: a bar, which whoever has it closes.
+    """For work that no block of code encloses, where `is_watched`: a bar, which its holder closes.
 
     Args:
         what, total: as for `progress`; total in units.

@@ -28,7 +28,7 @@ from gemini_strategy.roots import title
 _NAN = float("nan")
 _STEPS = 32  # the last ones, of which figures are medians
 _BREAK_STEPS = 8
-_MOST_BREAKS = 3  # of them in which the plan was left, until somebody should know
+_MOST_BREAKS = 3  # of them in which the plan was left, until the table says so
 _WIDTH = 100  # columns
 _LEAST = 20  # of the last column of a table
 _DASH = "-"
@@ -605,5 +605,5 @@ def report(engine: Any) -> str:
 
 
 def show(table: str) -> None:
-    """Prints a table to stderr, below the line that somebody's progress bar may have begun there."""
+    """Prints a table to stderr, below the line that the script's progress bar may have begun there."""
     print(f"\n{table}", file=sys.stderr, flush=True)

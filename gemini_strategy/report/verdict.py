@@ -24,7 +24,7 @@ _ADVICE = {
 }
 _MIXED = "a larger device_budget (less is copied and updated while compute waits), or more tokens in a step"
 _FREE = 0.05  # of a step over compute: less is no reason to change anything
-MANY = 9.0  # of what was planned, beyond it: from here on nobody reads percent
+MANY = 9.0  # of what was planned, beyond it: from here on percent are hard to read
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ A module says how it begins: transformers by `_init_weights(module)` of the mode
 of registration. While one runs, each parameter and buffer that it touches is replaced by an ordinary tensor.
 
 Invariants
-    1. The modules' own parameters and buffers are not changed: values go to whoever asked for them.
+    1. The modules' own parameters and buffers are not changed: values go to the caller that asked for them.
     2. Only what was asked for is kept; whatever else an initializer writes is forgotten.
     3. A parameter with several owners keeps the value of the first. The others draw their random numbers all the same,
        as they do where a model is built first and tied then.
     4. What no initializer has written is an error, by name.
-    5. Memory of values is used again only when nobody else has it.
+    5. Memory of values is used again only when no other object has it.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Loading:
         self._unused.append((module, files, [name for name in files.shapes if name not in found]))
 
     def _check_missing(self, wanted: dict[int, str]) -> None:
-        """What the files lack and nobody asked to initialize."""
+        """What the files lack and no argument asks to initialize."""
         persistent = {id(t) for t in _state_names(self._model).values()}
         lacking = {key: name for key, name in wanted.items() if key in persistent}
         for prefix, part in self._model.named_modules():
@@ -321,7 +321,7 @@ class Loading:
                         module.__dict__[attribute] = values
 
     def finish(self) -> None:
-        """The engine stands: forgets values that nobody wants any more."""
+        """The engine stands: forgets values that it will not need any more."""
         self._buffers.clear()
         self._tensors.clear()
         self._initial = None

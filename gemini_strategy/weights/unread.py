@@ -6,8 +6,8 @@ the file straight into their homes.
 Invariants
     1. An unread tensor has the values that the file has at the moment it is made: a file that was changed since is
        refused by name.
-    2. Once somebody writes it, or uses it a second time, it has memory of its own, and is unread no more: one use is
-       that of an adapter that takes its first values from it, more are those of a model that nobody manages.
+    2. Once a caller writes it, or uses it a second time, it has memory of its own, and is unread no more: one use is
+       that of an adapter that takes its first values from it, more are those of a model that is not managed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Unread(absent.Home):
         if self.values is not None:
             return self.values
         read = self.files.read(self.entry, self.dtype)
-        with self._lock:  # whoever came first has made the memory that all others use
+        with self._lock:  # the first thread to come has made the memory that all others use
             if self.values is None and (is_written or self._is_used):
                 self.values = read
             self._is_used = True
