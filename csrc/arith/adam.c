@@ -13,7 +13,8 @@
  * on a cache line is cut on cache lines. */
 #define ITEM        64
 #define GRAIN_ITEMS 256
-/* Elements of an update out of place that are copied at a time: they are still in the cache when they are updated. */
+/* Elements of an update out of place that are copied at a time: they are still in the cache when
+ * they are updated. */
 #define COPIED 2048
 
 /* base^exponent by repeated squaring; exact operations in a fixed order. */
@@ -100,7 +101,8 @@ typedef struct adam_job {
     size_t total; /* elements of all ranges laid end to end */
 } adam_job;
 
-/* Elements [begin, end) of one array: from where the old values are to where the update works in place. */
+/* Elements [begin, end) of one array: from where the old values are to where the update works in
+ * place. */
 static void copy_old(void *to, const void *from, size_t width, size_t begin, size_t end)
 {
     if (to) {

@@ -31,7 +31,8 @@ void gm_adam_span_avx2(const gm_adam_args *args, const gm_adam_scalars *scalars,
                        size_t end);
 void gm_adam_span_avx512(const gm_adam_args *args, const gm_adam_scalars *scalars, size_t begin,
                          size_t end);
-/* args->from to aligned arrays, past the cache: a multiple of 16 elements from `begin`; returns where it stopped. */
+/* args->from to aligned arrays, past the cache: a multiple of 16 elements from `begin`; returns
+ * where it stopped. */
 size_t gm_adam_from_avx512(const gm_adam_args *args, const gm_adam_scalars *scalars, size_t begin,
                            size_t end);
 /* These handle a multiple of 8 elements from `begin` and return where they stopped. */

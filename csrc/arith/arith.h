@@ -3,15 +3,16 @@
  * Every implementation (scalar reference, AVX2, AVX-512, CUDA) gives the same bits for every input,
  * length and alignment, denormals, infinities and NaNs included.  Compiled with -ffp-contract=off;
  * an fma is written where an fma is meant and nowhere else; no fast-math, no flush-to-zero; all
- * operations round to nearest even.  A NaN that is stored is stored as 0x7fc00000 (bf16/fp16 weight:
- * 0x7fc0 / 0x7e00; remainder 0), because processors disagree about NaN payloads and signs.
+ * operations round to nearest even.  A NaN that is stored is stored as 0x7fc00000 (bf16/fp16
+ * weight: 0x7fc0 / 0x7e00; remainder 0), because processors disagree about NaN payloads and signs.
  *
  * Weight formats
  *   GM_F32   weight is fp32; there is no low part.
  *   GM_BF16  weight is bf16 `hi`, low part is int16 `lo`, and the fp32 master is
  *            bits = (hi << 16) + lo (two's complement, modulo 2^32).  hi is the master rounded to
- *            nearest, ties away from zero: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16).  (Ties to even
- *            is impossible in 32 bits: an even hi would need 65,537 remainders.)  A NaN master packs to hi 0x7fc0, lo 0.
+ *            nearest, ties away from zero: hi = (bits + 0x8000) >> 16, lo = bits - (hi << 16).
+ *            (Ties to even is impossible in 32 bits: an even hi would need 65,537 remainders.)  A
+ *            NaN master packs to hi 0x7fc0, lo 0.
  *   GM_F16   weight is fp16 (round to nearest even of the master), low part is the fp32 master.
  *
  * One element of Adam (all fp32; s = gm_adam_scalars):
@@ -57,7 +58,8 @@ typedef struct gm_adam_range {
     gm_adam_scalars scalars;
 } gm_adam_range;
 
-/* Old values that an update reads, where its arrays are only written: as the arrays of gm_adam_args. */
+/* Old values that an update reads, where its arrays are only written: as the arrays of
+ * gm_adam_args. */
 typedef struct gm_adam_from {
     const void *weight, *low;
     const float *m, *v;
@@ -117,7 +119,8 @@ typedef struct gm_clip_args {
     double max_norm;
     gm_clip *out;
     float *norm; /* NULL: not wanted */
-    /* NULL; else the sum is left here, without pending carries, so that ranks can add theirs, and that is all. */
+    /* NULL; else the sum is left here, without pending carries, so that ranks can add theirs, and
+     * that is all. */
     gm_sumsq *total;
 } gm_clip_args;
 
@@ -131,15 +134,16 @@ gm_status gm_adam_host(const gm_adam_args *args, gm_workers *pool);
 void gm_grad_add_host(const gm_grad_add_args *args, gm_workers *pool);
 /* Adds the squares of data[0..numel) to *sum. */
 void gm_sumsq_host(const void *data, gm_dtype dtype, size_t numel, gm_sumsq *sum, gm_workers *pool);
-/* fp32 master <-> (weight, low).  split rounds; merge is exact.  GM_F32: plain copy of weight.  Masters to be split may be
- * of another dtype, `source`; low NULL: no low parts are wanted. */
+/* fp32 master <-> (weight, low).  split rounds; merge is exact.  GM_F32: plain copy of weight.
+ * Masters to be split may be of another dtype, `source`; low NULL: no low parts are wanted. */
 void gm_split_host(gm_dtype format, gm_dtype source, const void *master, void *weight, void *low,
                    size_t numel, gm_workers *pool);
 void gm_merge_host(gm_dtype format, const void *weight, const void *low, float *master,
                    size_t numel, gm_workers *pool);
-/* The script wrote new weights, of a format with a low part: where the bits of weight and old_weight differ, that is reset so
- * that the master equals the new weight exactly. */
+/* The script wrote new weights, of a format with a low part: where the bits of weight and
+ * old_weight differ, that is reset so that the master equals the new weight exactly. */
 void gm_reconcile_host(gm_dtype format, const void *old_weight, const void *weight, void *low,
                        size_t numel);
-/* The same for low parts that were given for weights of their own: reset where they cannot be the master's of `weight`. */
+/* The same for low parts that were given for weights of their own: reset where they cannot be the
+ * master's of `weight`. */
 void gm_fit_low_host(gm_dtype format, const void *weight, void *low, size_t numel);

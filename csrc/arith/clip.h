@@ -1,5 +1,6 @@
-/* clip.h - from an exact sum of squares to the factor of a clip: the same bits on the host and on the device, which
- * compile these very lines (round to nearest; no fma: none is written, and none may be made).
+/* clip.h - from an exact sum of squares to the factor of a clip: the same bits on the host and on
+ * the device, which compile these very lines (round to nearest; no fma: none is written, and none
+ * may be made).
  *
  * Private to sumsq.c and clip.cu. */
 #pragma once
@@ -16,7 +17,8 @@
 
 #define GM_LOW32 UINT64_C(0xffffffff)
 
-/* Adds limbs of any size to limbs of any size; those that it leaves are below 2^32, the last one excepted. */
+/* Adds limbs of any size to limbs of any size; those that it leaves are below 2^32, the last one
+ * excepted. */
 GM_HERE void gm_add_limbs(uint64_t *into, const uint64_t *from)
 {
     uint64_t carry = 0;

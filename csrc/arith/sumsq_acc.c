@@ -1,4 +1,5 @@
-/* sumsq_acc.c - the accumulator of the exact sum of squares: adding to it, and the squares of any values, one by one. */
+/* sumsq_acc.c - the accumulator of the exact sum of squares: adding to it, and the squares of any
+ * values, one by one. */
 #include "arith/format.h"
 #include "arith/sumsq_impl.h"
 

@@ -1,4 +1,5 @@
-/* base.c - the error text of each thread, whose process this is, and how a debug build ends at a broken invariant.
+/* base.c - the error text of each thread, whose process this is, and how a debug build ends at a
+ * broken invariant.
  *
  * 1. A thread's text changes only when that thread fails; no other thread ever writes it.
  * 2. The text is complete when gm_fail returns, also if its arguments quote the previous text. */

@@ -1,8 +1,9 @@
 /* base.h - status codes, error text, checked arithmetic: what every other file may use.
  *
- * Errors.  Every fallible function returns gm_status and gives results through out-parameters, last.
- * The text is thread-local, written once at the failing site (GM_FAIL); GM_TRY passes it up untouched.
- * Nothing here exits the process; GM_ASSERT is for our own bugs only and is free in release builds. */
+ * Errors.  Every fallible function returns gm_status and gives results through out-parameters,
+ * last. The text is thread-local, written once at the failing site (GM_FAIL); GM_TRY passes it up
+ * untouched. Nothing here exits the process; GM_ASSERT is for our own bugs only and is free in
+ * release builds. */
 #pragma once
 
 #include <stdbool.h>
@@ -27,8 +28,9 @@ const char *gm_last_error(void);
 /* Whether this is still the process that `owner` is: a forked one does not have its memory. */
 gm_status gm_check_process(int owner);
 
-/* A size for people, with four digits in powers of 1000, as budgets are given: "25.77 GB".  What is wanted is rounded up
- * (gm_wanted) and what there is down (gm_there), so that the two never read alike where one exceeds the other. */
+/* A size for people, with four digits in powers of 1000, as budgets are given: "25.77 GB".  What is
+ * wanted is rounded up (gm_wanted) and what there is down (gm_there), so that the two never read
+ * alike where one exceeds the other. */
 typedef struct gm_size_text {
     char text[72];
 } gm_size_text;
@@ -79,17 +81,18 @@ gm_size_text gm_there(size_t bytes);
 /* Prints the broken invariant and aborts: a debug build must not continue with wrong state. */
 void gm_assert_failed(const char *condition, const char *file, int line);
 
-/* *(pointer) becomes an object of zeros, or the failure has the text, which has the bytes wanted. */
+/* *(pointer) becomes an object of zeros, or the failure has the text, which has the bytes
+ * wanted. */
 #define GM_NEW(pointer, text) gm_new(&(pointer), sizeof *(pointer), (text))
-/* Room for one more element behind the n of `array`; `capacity` (size_t) doubles where it is reached, new places are zeros.
- * The text has how many elements were wanted. */
+/* Room for one more element behind the n of `array`; `capacity` (size_t) doubles where it is
+ * reached, new places are zeros. The text has how many elements were wanted. */
 #define GM_GROW(array, n, capacity, text) \
     gm_grow(&(array), (n), &(capacity), sizeof *(array), (text))
 gm_status gm_new(void *out, size_t bytes, const char *text);
 gm_status gm_grow(void *array, size_t n, size_t *capacity, size_t bytes_each, const char *text);
 
-/* How many elements of a table begin at or below `address`: each has where it begins as its first member (uintptr_t), and
- * they ascend. */
+/* How many elements of a table begin at or below `address`: each has where it begins as its first
+ * member (uintptr_t), and they ascend. */
 size_t gm_up_to(const void *table, size_t n, size_t bytes_each, uintptr_t address);
 
 /* Seconds of a clock that only goes forward. */
@@ -104,7 +107,8 @@ static inline uint64_t gm_fnv1a(uint64_t hash, uint64_t value)
     return hash;
 }
 
-/* Rounds up to a multiple of `unit` (> 0).  The caller guarantees value + unit does not overflow. */
+/* Rounds up to a multiple of `unit` (> 0).  The caller guarantees value + unit does not
+ * overflow. */
 static inline size_t gm_round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;

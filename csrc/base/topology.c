@@ -45,8 +45,8 @@ double gm_topology_quota(const char *root)
     return cores;
 }
 
-/* Rounded down: with one thread more than the quota is worth, all of them stand still for a part of each
- * period, and a job takes as long as its last thread. */
+/* Rounded down: with one thread more than the quota is worth, all of them stand still for a part of
+ * each period, and a job takes as long as its last thread. */
 unsigned gm_topology_threads(size_t n_cores, double quota)
 {
     if (quota <= 0 || quota >= (double)n_cores) {

@@ -1,7 +1,7 @@
 /* topology.h - what this process may have of the host's cores.
  *
- * A core here is what the kernel schedules on (a hardware thread), by the kernel's number.  Their nodes, and what each rank
- * of the host takes of them, are Python's (machine/cores.py). */
+ * A core here is what the kernel schedules on (a hardware thread), by the kernel's number.  Their
+ * nodes, and what each rank of the host takes of them, are Python's (machine/cores.py). */
 #pragma once
 
 #include "base/base.h"

@@ -1,11 +1,11 @@
 /* workers.c - the thread pool.
  *
- * A job is cut into spans, a few per thread; idle threads and the caller (who in a pool with cores of
- * its own only waits) take them one by one, so a thread that wakes late, or whose core is busy with
- * something else, delays no other.  Threads are bound to all of the pool's cores, not to one each, for
- * the same reason: a core that a thread of the user's has taken is left to it.  Idle threads
- * look for work for some microseconds before they sleep: jobs come in rows (chunk after chunk), and
- * a sleeping thread takes longer to wake than a small job takes to run.
+ * A job is cut into spans, a few per thread; idle threads and the caller (who in a pool with cores
+ * of its own only waits) take them one by one, so a thread that wakes late, or whose core is busy
+ * with something else, delays no other.  Threads are bound to all of the pool's cores, not to one
+ * each, for the same reason: a core that a thread of the user's has taken is left to it.  Idle
+ * threads look for work for some microseconds before they sleep: jobs come in rows (chunk after
+ * chunk), and a sleeping thread takes longer to wake than a small job takes to run.
  *
  * 1. Every field that changes is written under `lock`; unfinished and n_jobs are also read without
  *    it, as hints.
@@ -99,7 +99,8 @@ static void run_spans_locked(gm_workers *pool)
     }
 }
 
-/* Looks for a moment, without the lock, for a new job or for the end of the caller's: what it sees is only a hint. */
+/* Looks for a moment, without the lock, for a new job or for the end of the caller's: what it sees
+ * is only a hint. */
 static void spin_locked(gm_workers *pool, bool is_for_job)
 {
     unsigned seen = atomic_load(&pool->n_jobs);
@@ -188,8 +189,8 @@ static int start_threads(gm_workers *pool, const pthread_attr_t *attributes)
     return error;
 }
 
-/* The same on these cores only, from a thread's first instruction on.  An error may also mean that the
- * system refuses to bind: then no thread has started. */
+/* The same on these cores only, from a thread's first instruction on.  An error may also mean that
+ * the system refuses to bind: then no thread has started. */
 static int start_bound(gm_workers *pool, const unsigned *cores, size_t n_cores)
 {
     unsigned last = 0;

@@ -1,13 +1,14 @@
 /* device.h - the little that the engine needs of a device: address ranges, blocks of physical
  * memory, streams, events, copies, and the arithmetic of arith.h on device memory.
  *
- * Implementations: gm_device_host_new (memfd + mmap aliasing, streams run at once), gm_device_cuda_new
- * (driver API), gm_device_paper_new (paper.h) and what another library makes (library.h).  A device knows no chunk, no
- * plan and no reason why.
+ * Implementations: gm_device_host_new (memfd + mmap aliasing, streams run at once),
+ * gm_device_cuda_new (driver API), gm_device_paper_new (paper.h) and what another library makes
+ * (library.h).  A device knows no chunk, no plan and no reason why.
  *
  * Threads: any thread may call, one at a time (the engine holds its lock).
  * Ordering: work on one stream runs in issue order; across streams only events order it.
- * Copies and kernels are asynchronous to the host; *_sync functions and block/map calls may wait. */
+ * Copies and kernels are asynchronous to the host; *_sync functions and block/map calls may
+ * wait. */
 #pragma once
 
 #include "arith/arith.h"
@@ -25,8 +26,8 @@ typedef struct gm_device_ops {
 
     void (*free)(gm_device *dev); /* NULL is fine; blocks, ranges, streams must be gone before */
 
-    /* Address ranges: reserved once, mapped onto blocks, never moved.  bytes is a multiple of the granularity.
-     * A fresh range is unmapped. */
+    /* Address ranges: reserved once, mapped onto blocks, never moved.  bytes is a multiple of the
+     * granularity. A fresh range is unmapped. */
     gm_status (*range_new)(gm_device *dev, size_t bytes, uintptr_t *out);
     void (*range_free)(gm_device *dev, uintptr_t addr, size_t bytes); /* unmaps what is mapped */
 
@@ -34,10 +35,11 @@ typedef struct gm_device_ops {
     gm_status (*block_new)(gm_device *dev, gm_block *out); /* GM_ERR_NOMEM: the device is full */
     void (*block_free)(gm_device *dev, gm_block block);    /* must be mapped nowhere */
 
-    /* Maps n consecutive blocks' worth of [addr, addr + n * block_bytes) onto blocks[0..n), replacing
-     * what was mapped there.  No work may be in flight on that range. */
+    /* Maps n consecutive blocks' worth of [addr, addr + n * block_bytes) onto blocks[0..n),
+     * replacing what was mapped there.  No work may be in flight on that range. */
     gm_status (*map)(gm_device *dev, uintptr_t addr, const gm_block *blocks, size_t n);
-    /* Makes the range unreadable as data: host: PROT_NONE; cuda: one shared block full of NaN bytes (0xff). */
+    /* Makes the range unreadable as data: host: PROT_NONE; cuda: one shared block full of NaN bytes
+     * (0xff). */
     gm_status (*poison)(gm_device *dev, uintptr_t addr, size_t n_blocks);
     /* Unmaps; range_free does so by itself. */
     gm_status (*unmap)(gm_device *dev, uintptr_t addr, size_t n_blocks);
@@ -51,14 +53,17 @@ typedef struct gm_device_ops {
     gm_status (*event_record)(gm_device *dev, gm_event event, gm_stream stream);
     gm_status (*event_wait)(gm_device *dev, gm_event event, gm_stream stream); /* stream waits */
     gm_status (*event_sync)(gm_device *dev, gm_event event);                   /* host waits */
-    /* Whether it has come, without waiting; what comes before it is then seen by the host.  It may still say no. */
+    /* Whether it has come, without waiting; what comes before it is then seen by the host.  It may
+     * still say no. */
     gm_status (*event_query)(gm_device *dev, gm_event event, bool *out);
-    /* Seconds between two timed events that both were recorded; the host waits for the later one. */
+    /* Seconds between two timed events that both were recorded; the host waits for the later
+     * one. */
     gm_status (*event_elapsed)(gm_device *dev, gm_event start, gm_event end, double *seconds);
 
-    /* Runs fn(context) on a host thread once everything before it on `stream` is done; later work of the
-     * stream waits for its end.  fn must not call the device, nor take a lock that a caller of the device may hold,
-     * nor wait for such a thread: where the device is host memory, it runs inside a call of the device. */
+    /* Runs fn(context) on a host thread once everything before it on `stream` is done; later work
+     * of the stream waits for its end.  fn must not call the device, nor take a lock that a caller
+     * of the device may hold, nor wait for such a thread: where the device is host memory, it runs
+     * inside a call of the device. */
     gm_status (*host_call)(gm_device *dev, void (*fn)(void *context), void *context,
                            gm_stream stream);
 
@@ -71,8 +76,8 @@ typedef struct gm_device_ops {
     /* arith.h on device memory; pointers inside args are device addresses (ranges[] is host memory
      * and may be reused as soon as the call returns). */
     gm_status (*adam)(gm_device *dev, const gm_adam_args *args, gm_stream s);
-    /* sum: NULL, or device memory (16-byte aligned) that is overwritten with the exact sum of squares (and
-     * non-finite counts) of the numel results, in the same pass over the data. */
+    /* sum: NULL, or device memory (16-byte aligned) that is overwritten with the exact sum of
+     * squares (and non-finite counts) of the numel results, in the same pass over the data. */
     gm_status (*grad_add)(gm_device *dev, const gm_grad_add_args *args, gm_sumsq *sum, gm_stream s);
     /* *sum is device memory (sizeof(gm_sumsq) bytes, 16-byte aligned), added to. */
     gm_status (*sumsq)(gm_device *dev, const void *data, gm_dtype dtype, size_t numel,
@@ -85,10 +90,10 @@ typedef struct gm_device_ops {
     gm_status (*pin)(gm_device *dev, void *base, size_t bytes);
     void (*unpin)(gm_device *dev, void *base);
 
-    /* Says that bytes are used in a way that the device cannot see: by the caller itself, now (GM_STREAM_HOST);
-     * by foreign work that the compute stream has now (0); or, given a stream that stream_new made, by the
-     * function of the next host_call issued on it.  Only a device that checks the order of accesses has it:
-     * NULL in all others, so call gm_note_access. */
+    /* Says that bytes are used in a way that the device cannot see: by the caller itself, now
+     * (GM_STREAM_HOST); by foreign work that the compute stream has now (0); or, given a stream
+     * that stream_new made, by the function of the next host_call issued on it.  Only a device that
+     * checks the order of accesses has it: NULL in all others, so call gm_note_access. */
     void (*note_access)(gm_device *dev, const void *address, size_t bytes, bool is_write,
                         gm_stream stream);
 
@@ -130,7 +135,8 @@ static inline void gm_free_stream(gm_device *dev, gm_stream *stream)
     }
 }
 
-/* block_bytes is rounded up to the granularity (host: page size; cuda: 2 MiB as the driver says). */
+/* block_bytes is rounded up to the granularity (host: page size; cuda: 2 MiB as the driver
+ * says). */
 gm_status gm_device_host_new(size_t block_bytes, gm_workers *pool, gm_device **out);
 /* ordinal: CUDA device index; uses its primary context (torch's).  GM_ERR_UNSUPPORTED, with the
  * reason, in a build without CUDA, without a driver, or without virtual memory management. */

@@ -182,8 +182,9 @@ typedef struct hold_job {
     char why[1024]; /* gm_last_error() of the thread that failed first */
 } hold_job;
 
-/* Makes the pages of [at, after) present, within one huge page; they stay zero.  A call for each of these: with one for a
- * whole span, fourteen threads got 9 GB/s where they get 25 so, and four of them 20 (benchmarks/log.md, 2026-11-24). */
+/* Makes the pages of [at, after) present, within one huge page; they stay zero.  A call for each of
+ * these: with one for a whole span, fourteen threads got 9 GB/s where they get 25 so, and four of
+ * them 20 (benchmarks/log.md, 2026-11-24). */
 static int touch(char *at, char *after)
 {
     if (madvise(at, (size_t)(after - at), MADV_POPULATE_WRITE) == 0) {
@@ -224,8 +225,8 @@ static gm_status pin_locked(const hold_job *job, size_t id)
     return GM_OK;
 }
 
-/* Huge pages [begin, end) of the extents laid end to end.  The thread that touches the last one of an extent pins it, one thread at
- * a time, as the driver does, while the others go on touching. */
+/* Huge pages [begin, end) of the extents laid end to end.  The thread that touches the last one of
+ * an extent pins it, one thread at a time, as the driver does, while the others go on touching. */
 static void hold_span(void *context, size_t begin, size_t end)
 {
     hold_job *job = context;

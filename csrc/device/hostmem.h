@@ -1,8 +1,9 @@
 /* hostmem.h - the host arena: one region that holds every chunk's home on the host.
  *
  * mmap + MADV_HUGEPAGE + parallel first touch; a device then registers (pins) what is there.
- * Exact sizes, no power-of-two rounding.  Made and freed as a whole, or reserved, and held part by part.
- * A forked child does not have the region: nothing is copied for it, and pinned pages stay put. */
+ * Exact sizes, no power-of-two rounding.  Made and freed as a whole, or reserved, and held part by
+ * part. A forked child does not have the region: nothing is copied for it, and pinned pages stay
+ * put. */
 #pragma once
 
 #include "base/base.h"
@@ -14,8 +15,8 @@ typedef struct gm_arena gm_arena; /* opaque; owns the region */
 /* Bytes this process may still take: the least of MemAvailable and what each enclosing cgroup
  * (v2 memory.max - memory.current, or v1) leaves. */
 gm_status gm_host_available(size_t *out_bytes);
-/* The same, and what the machine or the smallest enclosing cgroup has in all.  Reads below the folder
- * `root` in place of "/" (tests bring a /proc and /sys of their own); "" is this machine. */
+/* The same, and what the machine or the smallest enclosing cgroup has in all.  Reads below the
+ * folder `root` in place of "/" (tests bring a /proc and /sys of their own); "" is this machine. */
 gm_status gm_host_memory_at(const char *root, size_t *out_available, size_t *out_total);
 /* Fails with GM_ERR_NOMEM before touching anything if `bytes` > gm_host_available().  The memory
  * reads as zeros.  bytes 0 gives a valid empty arena.  Pinned for the copies of a device, which
@@ -28,7 +29,8 @@ gm_status gm_arena_reserve(gm_device *device, size_t bytes, gm_arena **out);
 typedef struct gm_extent {
     size_t offset, bytes;
 } gm_extent;
-/* The extents, of which nothing is there, are from now on: zeros, and pinned one by one.  GM_ERR_NOMEM: none is. */
+/* The extents, of which nothing is there, are from now on: zeros, and pinned one by one.
+ * GM_ERR_NOMEM: none is. */
 gm_status gm_arena_hold(gm_arena *arena, const gm_extent *extents, size_t n, gm_workers *pool);
 /* One that is held goes back, with its bytes; nothing may use it. */
 void gm_arena_drop(gm_arena *arena, size_t offset);

@@ -1,8 +1,8 @@
 /* library.h - a device that a library outside of the core makes, in place of the one of this host.
  *
- * For tests: they put a device under an engine that checks what the engine asks of it.  The library is built from the
- * same headers.  What it calls of the core it gets as a table, since the core exports nothing, and since the text of an
- * error has one home (base.h). */
+ * For tests: they put a device under an engine that checks what the engine asks of it.  The library
+ * is built from the same headers.  What it calls of the core it gets as a table, since the core
+ * exports nothing, and since the text of an error has one home (base.h). */
 #pragma once
 
 #include "device/device.h"

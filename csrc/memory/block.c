@@ -1,10 +1,11 @@
-/* block.c - the blocks behind the chunk table, their mapping, and the pool that serves on demand.  The placement of a
- * plan is in place.c, invariants are in chunk.c.
+/* block.c - the blocks behind the chunk table, their mapping, and the pool that serves on demand.
+ * The placement of a plan is in place.c, invariants are in chunk.c.
  *
- * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is destroyed no range
- * may show it any more.  What tensors show, which are made only on mapped addresses, is poisoned then, and before it is
- * mapped first: so it always shows something.  Mapping is what the pool costs (benchmarks/log.md): a piece that comes back
- * gets the blocks that it still shows, if it can, and a transient piece, which comes and goes within a pass, gets fresh
+ * Ranges keep their mapping after an eviction (another piece's bytes show there); before a block is
+ * destroyed no range may show it any more.  What tensors show, which are made only on mapped
+ * addresses, is poisoned then, and before it is mapped first: so it always shows something.
+ * Mapping is what the pool costs (benchmarks/log.md): a piece that comes back gets the blocks that
+ * it still shows, if it can, and a transient piece, which comes and goes within a pass, gets fresh
  * ones as long as the limit allows.
  *
  * The host waits in: eviction without a placement. */

@@ -165,8 +165,9 @@ gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream)
     return wait_fence(chunks, &p->homed, stream);
 }
 
-/* is_home_late: a copy to the home, under way, may read what a user that has the piece pinned writes
- * in place.  Once a user has written so (is_written_inside), each pin comes after such a copy. */
+/* is_home_late: a copy to the home, under way, may read what a user that has the piece pinned
+ * writes in place.  Once a user has written so (is_written_inside), each pin comes after such a
+ * copy. */
 gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     fence *f = &p->homed;

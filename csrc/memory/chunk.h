@@ -43,7 +43,7 @@ typedef struct gm_chunks_options {
     uint32_t n_chunks;
     const size_t (*piece_bytes)[GM_N_PIECES]; /* (n_chunks,) bytes of each piece; 0 = none */
     bool has_homes;                           /* false: all pieces stay resident */
-    gm_arena *homes; /* begins with gm_chunks_home_bytes() free bytes; NULL: all resident */
+    gm_arena *homes;     /* begins with gm_chunks_home_bytes() free bytes; NULL: all resident */
     size_t home_limit;   /* bytes of homes */
     const bool *stays;   /* (n_chunks,) borrowed; NULL: none does */
     gm_workers *workers; /* that touch them first */

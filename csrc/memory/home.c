@@ -1,14 +1,17 @@
-/* home.c - the memory of homes: a chunk's come when its first piece is to leave the device (residence.c gives them back).
+/* home.c - the memory of homes: a chunk's come when its first piece is to leave the device
+ * (residence.c gives them back).
  *
- * Invariant (gm_chunks_check): a chunk of which a piece is not on the device has homes for all its pieces.  So a copy home, or an update that
- * runs there, finds memory; and where there is none to be had, nothing has left the device yet.  One that stays has none. */
+ * Invariant (gm_chunks_check): a chunk of which a piece is not on the device has homes for all its
+ * pieces.  So a copy home, or an update that runs there, finds memory; and where there is none to
+ * be had, nothing has left the device yet.  One that stays has none. */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "memory/chunk_impl.h"
 
-/* Where the arena goes on behind the first n own pieces of a chunk whose homes begin at `from`.  Pieces begin at multiples
- * of 4096, chunks at those of a page: each is pinned and given back by itself. */
+/* Where the arena goes on behind the first n own pieces of a chunk whose homes begin at `from`.
+ * Pieces begin at multiples of 4096, chunks at those of a page: each is pinned and given back by
+ * itself. */
 size_t gm_home_after(size_t from, const size_t *piece_bytes, int n)
 {
     for (int kind = 0; kind < n; kind++) {

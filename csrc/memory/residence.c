@@ -1,12 +1,14 @@
-/* residence.c - having a piece on the device: pinned, fetched ahead, or claimed for writing; and how much may be there.
+/* residence.c - having a piece on the device: pinned, fetched ahead, or claimed for writing; and
+ * how much may be there.
  *
- * The host waits in: gm_chunks_set_limit, gm_chunks_drop_homes, and in eviction without a placement. */
+ * The host waits in: gm_chunks_set_limit, gm_chunks_drop_homes, and in eviction without a
+ * placement. */
 #include <stdio.h>
 
 #include "memory/chunk_impl.h"
 
-/* HOME -> resident; *out false: only with a placement, its blocks are in use or it has none.  is_fetched: the bytes
- * are fetched, else they are undefined and `stream` may write them. */
+/* HOME -> resident; *out false: only with a placement, its blocks are in use or it has none.
+ * is_fetched: the bytes are fetched, else they are undefined and `stream` may write them. */
 static gm_status make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
                                gm_stream stream, bool *out)
 {

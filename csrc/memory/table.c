@@ -110,7 +110,8 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
         goto fail;
     }
     GM_TRY_GOTO(status, fail, make_streams(chunks));
-    /* Addresses only: no more than all states (but what a stage must have), nor than a pipeline can use. */
+    /* Addresses only: no more than all states (but what a stage must have), nor than a pipeline can
+     * use. */
     size_t stage = chunks->span_bytes[GM_STATE] / chunks->device->block_bytes;
     size_t most = STAGE_BYTES_MOST / chunks->device->block_bytes;
     size_t least = stage > 0 ? gm_stage_least(chunks->device->block_bytes) : 0;

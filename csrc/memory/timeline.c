@@ -1,7 +1,8 @@
 /* timeline.c - the log of timeline.h: entries in issue order, two timed events each.
  *
  * 1. Nothing allocates between new and finish: entries and events exist from the start.
- * 2. Logging cannot fail the work that is logged: the first failure closes the log and is told by finish.
+ * 2. Logging cannot fail the work that is logged: the first failure closes the log and is told by
+ *    finish.
  * 3. Entries are in issue order, and an entry belongs to the latest tick before it. */
 #include "memory/timeline.h"
 
@@ -187,7 +188,8 @@ static bool is_mark(const gm_log_entry *entry)
     return entry->kind == GM_LOG_HELD || entry->kind == GM_LOG_DROPPED;
 }
 
-/* Seconds from the event `origin` to another one: negative for work of another stream that ran before it. */
+/* Seconds from the event `origin` to another one: negative for work of another stream that ran
+ * before it. */
 static gm_status seconds_from(gm_timeline *log, gm_event origin, gm_event event, double *out)
 {
     const gm_device_ops *ops = log->device->ops;
@@ -223,8 +225,8 @@ static void resolve(gm_timeline *log)
     }
 }
 
-/* A tick lasts until the next one or the end of its pass, the last one until everything is over; a mark is where the entry before it
- * began; the earliest entry begins at 0. */
+/* A tick lasts until the next one or the end of its pass, the last one until everything is over; a
+ * mark is where the entry before it began; the earliest entry begins at 0. */
 static void complete(gm_timeline *log)
 {
     double first = 0, last = 0;

@@ -1,13 +1,13 @@
 /* timeline.h - a log of what the engine issued and when it ran: for people, never for decisions.
  *
  *     gm_timeline_new(device, 1 << 14, &log);
- *     uint32_t entry = gm_timeline_begin(log, GM_LOG_FETCH, GM_ON_FETCH, chunk, GM_WEIGHT, bytes, stream);
- *     ... issue the copy on `stream` ...
- *     gm_timeline_end(log, entry, stream);
+ *     uint32_t entry = gm_timeline_begin(log, GM_LOG_FETCH, GM_ON_FETCH, chunk, GM_WEIGHT, bytes,
+ *     stream); ... issue the copy on `stream` ... gm_timeline_end(log, entry, stream);
  *     gm_timeline_finish(log);
  *
- * Every call takes NULL for a log that is off, and then does nothing.  Begin is called after the waits of the work
- * have been issued, so that an entry lasts as long as its work and not as long as what it waited for.
+ * Every call takes NULL for a log that is off, and then does nothing.  Begin is called after the
+ * waits of the work have been issued, so that an entry lasts as long as its work and not as long as
+ * what it waited for.
  *
  * Threads: one caller at a time (the engine's lock). */
 #pragma once
@@ -19,7 +19,8 @@
 typedef struct gm_timeline gm_timeline; /* opaque */
 
 typedef enum gm_log_kind {
-    GM_LOG_TICK, /* a unit entered, a chunk touched, a gradient complete; lasts until the next, or its pass ends */
+    /* A unit entered, a chunk touched, a gradient complete; until the next, or its pass ends. */
+    GM_LOG_TICK,
     GM_LOG_FETCH,
     GM_LOG_STATE_IN,
     GM_LOG_GRAD_IN,
@@ -33,7 +34,8 @@ typedef enum gm_log_kind {
     GM_LOG_REDUCE,  /* of a chunk's gradients, over the ranks */
     GM_LOG_HELD,    /* mark: the piece was on the device when the log began */
     GM_LOG_DROPPED, /* mark: the piece is no longer on the device; no bytes had to move */
-    GM_LOG_PASS_END, /* on compute, without length: what follows until the next tick belongs to no unit */
+    /* On compute, without length: what follows until the next tick belongs to no unit. */
+    GM_LOG_PASS_END,
     GM_N_LOG_KINDS
 } gm_log_kind;
 
@@ -50,7 +52,8 @@ typedef enum gm_log_stream {
     GM_N_LOG_STREAMS
 } gm_log_stream;
 
-/* Bytes at a tick.  All but `host` are on the device, and add up to what this process holds there. */
+/* Bytes at a tick.  All but `host` are on the device, and add up to what this process holds
+ * there. */
 typedef struct gm_log_memory {
     size_t weights[GM_N_CLASSES]; /* live ones by class; without a plan: all resident R, else C2 */
     size_t states, grads;
@@ -75,7 +78,8 @@ typedef struct gm_log_entry {
 
 #define GM_NO_ENTRY UINT32_MAX
 
-/* Room for `capacity` (> 0) entries and their events, all made now.  The device is borrowed and must outlive the log. */
+/* Room for `capacity` (> 0) entries and their events, all made now.  The device is borrowed and
+ * must outlive the log. */
 gm_status gm_timeline_new(gm_device *device, uint32_t capacity, gm_timeline **out);
 void gm_timeline_free(gm_timeline *timeline);
 
@@ -88,14 +92,16 @@ void gm_timeline_mark(gm_timeline *timeline, gm_log_kind kind, uint32_t chunk, g
 /* `compute` is the stream of the units. */
 void gm_timeline_tick(gm_timeline *timeline, uint32_t tick, gm_tick_kind kind, uint32_t id,
                       const gm_log_memory *memory, gm_stream compute);
-/* What the latest tick waits for has been issued: its own work is next.  Later calls under the same tick do nothing. */
+/* What the latest tick waits for has been issued: its own work is next.  Later calls under the same
+ * tick do nothing. */
 void gm_timeline_work(gm_timeline *timeline, gm_stream compute);
 void gm_timeline_pass_end(gm_timeline *timeline, gm_stream compute);
 /* Is the log on, and does it take more?  Saves counting the memory of a tick for nothing. */
 bool gm_timeline_is_open(const gm_timeline *timeline);
 
-/* The host waits for everything logged; times become valid and the log takes no more.  An entry that was begun and
- * not ended has no length.  Fails with the first failure of an event; what was logged before it is kept. */
+/* The host waits for everything logged; times become valid and the log takes no more.  An entry
+ * that was begun and not ended has no length.  Fails with the first failure of an event; what was
+ * logged before it is kept. */
 gm_status gm_timeline_finish(gm_timeline *timeline);
 uint32_t gm_timeline_n(const gm_timeline *timeline);
 /* Entries that came when the log was full. */

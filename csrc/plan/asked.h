@@ -1,6 +1,7 @@
 /* asked.h - what the time model has said about each choice that it was asked about.
  *
- * The search comes back to choices: with few chunks, most ways to turn the dials give one that it has had.
+ * The search comes back to choices: with few chunks, most ways to turn the dials give one that it
+ * has had.
  *
  * 1. Choices are compared in full, so an answer is the one that asking again would give. */
 #pragma once

@@ -1,12 +1,13 @@
-/* budget.h - what a plan may use: the measured rates of this machine, and the stage for states.  Pure data.
+/* budget.h - what a plan may use: the measured rates of this machine, and the stage for states.
+ * Pure data.
  *
  * Bytes allowed are fields of gm_plan_input; rates come from rates.c, once per machine. */
 #pragma once
 
 #include "base/base.h"
 
-/* Bytes/s and parameters/s (bf16 layout: weight 2, remainder 2, moments 8, gradient 2).  All > 0 but for
- * the last two. */
+/* Bytes/s and parameters/s (bf16 layout: weight 2, remainder 2, moments 8, gradient 2).  All > 0
+ * but for the last two. */
 typedef struct gm_rates {
     double h2d, d2h;               /* alone */
     double h2d_both, d2h_both;     /* both ways at once */
@@ -37,7 +38,8 @@ static inline gm_slots gm_slots_of(size_t stage_bytes)
     return (gm_slots){n, stage_bytes / n / 4096 * 4096};
 }
 
-/* The least blocks of a stage: slots of a page each, which hold a slice of any states (12 bytes an element). */
+/* The least blocks of a stage: slots of a page each, which hold a slice of any states (12 bytes an
+ * element). */
 static inline uint32_t gm_stage_least(size_t block_bytes)
 {
     return (uint32_t)(gm_round_up(3 * 4096, block_bytes) / block_bytes);

@@ -1,6 +1,6 @@
-/* choice.c - gives memory to chunks: weights first, then gradients that would have to go out and come back, then
- * states.  With several ranks these are of shards; a dial says how many gathered weights are kept before all that, and
- * what is left after it keeps more.
+/* choice.c - gives memory to chunks: weights first, then gradients that would have to go out and
+ * come back, then states.  With several ranks these are of shards; a dial says how many gathered
+ * weights are kept before all that, and what is left after it keeps more.
  *
  * 1. A choice that fits takes no more blocks than the dials allow. */
 #include "plan/choice.h"
@@ -26,7 +26,8 @@ void gm_choice_copy(uint32_t n, gm_choice *to, const gm_choice *from)
     to->speculated = from->speculated;
 }
 
-/* Picks members evenly: whether the next of `weight` belongs to the share, with the error carried along. */
+/* Picks members evenly: whether the next of `weight` belongs to the share, with the error carried
+ * along. */
 static bool pick(double *carry, double weight, double share)
 {
     *carry += weight * share;
@@ -151,8 +152,8 @@ static gm_status choose(gm_filling *f)
     return GM_OK;
 }
 
-/* Blocks of the states of the first chunks in use: their gradients come last and their weights are needed first, so
- * no time is left to update them elsewhere. */
+/* Blocks of the states of the first chunks in use: their gradients come last and their weights are
+ * needed first, so no time is left to update them elsewhere. */
 static uint64_t first_states(const gm_problem *problem, const gm_dials *dials)
 {
     /* A share of the rest for states leaves none ahead of the weights. */
@@ -226,7 +227,8 @@ static gm_status fill_weights(gm_filling *f)
     return choose(f);
 }
 
-/* What the weights have left keeps gathered weights; if that was too much, because states took some, less of them. */
+/* What the weights have left keeps gathered weights; if that was too much, because states took
+ * some, less of them. */
 static gm_status fill_kept(gm_filling *f, uint64_t left)
 {
     uint64_t whole = 0, least = UINT64_MAX, ring = f->plan->ring[GM_GATHERED];
@@ -280,7 +282,8 @@ gm_status gm_choose(const gm_problem *problem, const gm_dials *dials, gm_choice 
     return status;
 }
 
-/* The last chunks of the forward have most of the backward before their step, and most of the forward after it. */
+/* The last chunks of the forward have most of the backward before their step, and most of the
+ * forward after it. */
 static void choose_speculated(const gm_problem *problem, const gm_choice *choice, gm_plan *plan)
 {
     const gm_plan_input *input = problem->input;

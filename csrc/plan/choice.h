@@ -1,6 +1,7 @@
 /* choice.h - what is chosen for each chunk, as a few dials and the memory there is give it.
  *
- * A choice (plan_impl.h) decides a plan; dials decide a choice.  The search turns dials, or changes a choice by hand. */
+ * A choice (plan_impl.h) decides a plan; dials decide a choice.  The search turns dials, or changes
+ * a choice by hand. */
 #pragma once
 
 #include "plan/plan_impl.h"
@@ -21,10 +22,11 @@ gm_status gm_choice_new(uint32_t n, gm_choice *out); /* to be freed even if it f
 void gm_choice_free(gm_choice *choice);
 void gm_choice_copy(uint32_t n, gm_choice *to, const gm_choice *from);
 
-/* Whether the update can be at the gradient's tick: nothing of the pass uses the weights after it. */
+/* Whether the update can be at the gradient's tick: nothing of the pass uses the weights after
+ * it. */
 bool gm_may_be_early(const gm_problem *problem, uint32_t c);
 
-/* Makes the choice that the dials give; *fits tells whether there is one.  *least_blocks becomes what the smallest of
- * all that were tried on the way would take, if that is less. */
+/* Makes the choice that the dials give; *fits tells whether there is one.  *least_blocks becomes
+ * what the smallest of all that were tried on the way would take, if that is less. */
 gm_status gm_choose(const gm_problem *problem, const gm_dials *dials, gm_choice *choice,
                     uint64_t *least_blocks, bool *fits);

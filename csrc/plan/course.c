@@ -1,5 +1,5 @@
-/* course.c - reads the traces: when each chunk's weights are needed, when its gradient grows and is complete,
- * and the orders that follow from it.
+/* course.c - reads the traces: when each chunk's weights are needed, when its gradient grows and is
+ * complete, and the orders that follow from it.
  *
  * 1. The uses of one chunk in one course do not overlap: touching ones are joined.
  * 2. Everything is linear in ticks, apart from sorting, and depends on the input alone. */
@@ -8,7 +8,8 @@
 
 #include "plan/plan_impl.h"
 
-/* Gradients may be open this many completed gradients ahead of their own, where no touch tells when they begin. */
+/* Gradients may be open this many completed gradients ahead of their own, where no touch tells when
+ * they begin. */
 #define OPEN_AHEAD 2u
 
 void gm_course_free(gm_course *course)
@@ -105,9 +106,10 @@ static void begin_unit(const gm_plan_input *input, uint32_t unit, uint32_t begin
     }
 }
 
-/* (n_chunks,) When the gradient of a chunk may begin to grow; n: no tick tells.  The gradients of a unit's parameters
- * come with the node that touches one of them, also those that are not needed themselves (a bias); a unit of which
- * nothing is touched may give gradients from when it is entered again.  `touched` is scratch, (n_chunks,). */
+/* (n_chunks,) When the gradient of a chunk may begin to grow; n: no tick tells.  The gradients of a
+ * unit's parameters come with the node that touches one of them, also those that are not needed
+ * themselves (a bias); a unit of which nothing is touched may give gradients from when it is
+ * entered again.  `touched` is scratch, (n_chunks,). */
 static void find_begins(const gm_plan_input *input, const gm_course *course, uint32_t *touched,
                         uint32_t *out)
 {
@@ -147,7 +149,8 @@ static void read_opens(const gm_plan_input *input, gm_course *course, const uint
             uint32_t last = input->when == GM_IMMEDIATE ? course->ready[tick->id] : t;
             uint32_t end = last < course->n ? last + 1 : course->n;
             bool is_reduced = gm_is_reduced(input, tick->id);
-            /* What was summed before has to be there when the sum comes, so it comes back a tick earlier. */
+            /* What was summed before has to be there when the sum comes, so it comes back a tick
+             * earlier. */
             course->sums[course->n_opens] = (gm_use){tick->id,
                                                      !is_reduced ? begin
                                                      : t > 0     ? t - 1

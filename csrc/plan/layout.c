@@ -151,8 +151,9 @@ gm_status gm_layout_search(const gm_param_spec *params, uint32_t n_params, size_
     size_t best = min_bytes, step = range_bytes / n_grids;
     for (uint32_t grid = 0; grid <= n_grids; grid++) {
         size_t candidate = gm_round_up(min_bytes + grid * step, GM_ALIGN);
-        /* Parameters of each kind fill chunks one after the other; what a chunk cannot take is waste.
-         * Only the running fill of each kind matters, and kinds are below 64 (see engine.h). */
+        /* Parameters of each kind fill chunks one after the other; what a chunk cannot take is
+         * waste. Only the running fill of each kind matters, and kinds are below 64 (see
+         * engine.h). */
         uint64_t fill[64] = {0}, waste = 0;
         for (uint32_t i = 0; i < n_params; i++) {
             uint64_t take = padded_numel(&params[i]) * params[i].weight_bytes;

@@ -1,14 +1,16 @@
 /* layout.h - which parameter lives at which offset of which chunk.  Pure; immutable once built.
  *
- * Parameters are packed in the given order.  Parameters of different kinds (weight format, trainable or
- * frozen) never share a chunk, because their chunks carry different states.  A chunk is closed when the
- * next parameter of its kind would take it beyond chunk_bytes; a larger parameter gets a chunk of its own.
+ * Parameters are packed in the given order.  Parameters of different kinds (weight format,
+ * trainable or frozen) never share a chunk, because their chunks carry different states.  A chunk
+ * is closed when the next parameter of its kind would take it beyond chunk_bytes; a larger
+ * parameter gets a chunk of its own.
  *
  * Invariants
  *   1. Each parameter starts at a multiple of GM_ALIGN bytes of weight, as torch's allocator would
  *      place it: libraries choose kernels by alignment, and other kernels mean other bits.
  *   2. Parameters of one chunk do not overlap and lie in [0, chunk.numel).
- *   3. chunk.numel is n_shards * shard_numel, and shard_numel * weight_bytes a multiple of GM_ALIGN. */
+ *   3. chunk.numel is n_shards * shard_numel, and shard_numel * weight_bytes a multiple of
+ *      GM_ALIGN. */
 #pragma once
 
 #include "base/base.h"
@@ -19,9 +21,10 @@ typedef struct gm_layout gm_layout; /* opaque */
 
 /* What a chunk consists of; each piece is moved and placed by itself.
  *
- * With one rank the first three are the chunk, and the others have no bytes.  With more, the first three are this
- * rank's shard: elements [rank, rank + 1) * shard_numel of the chunk, updated by this rank alone.  The others are
- * transient: whole chunks without a home, whose bytes come of a collective or go into one. */
+ * With one rank the first three are the chunk, and the others have no bytes.  With more, the first
+ * three are this rank's shard: elements [rank, rank + 1) * shard_numel of the chunk, updated by
+ * this rank alone.  The others are transient: whole chunks without a home, whose bytes come of a
+ * collective or go into one. */
 typedef enum gm_piece {
     GM_WEIGHT = 0,
     GM_STATE = 1,
@@ -59,8 +62,8 @@ typedef struct gm_chunk_shape {
     uint32_t n_params;
 } gm_chunk_shape;
 
-/* chunk_bytes > 0: bytes of weights.  n_shards > 0: ranks that share each chunk.  GM_ERR_ARG on a bad element size or
- * numel that overflows. */
+/* chunk_bytes > 0: bytes of weights.  n_shards > 0: ranks that share each chunk.  GM_ERR_ARG on a
+ * bad element size or numel that overflows. */
 gm_status gm_layout_new(const gm_param_spec *params, uint32_t n_params, size_t chunk_bytes,
                         uint32_t n_shards, gm_layout **out);
 void gm_layout_free(gm_layout *layout); /* NULL is fine */
@@ -70,7 +73,8 @@ const gm_param_place *gm_layout_param(const gm_layout *layout, uint32_t param);
 /* Identifies the layout: equal on ranks with equal models.  FNV-1a over all places. */
 uint64_t gm_layout_hash(const gm_layout *layout);
 
-/* The chunk size in [min_bytes, min_bytes + range_bytes], tried at n_grids + 1 even steps, that leaves the
- * least of each full-size chunk unused; the smallest of equals.  This is the originals' search. */
+/* The chunk size in [min_bytes, min_bytes + range_bytes], tried at n_grids + 1 even steps, that
+ * leaves the least of each full-size chunk unused; the smallest of equals.  This is the originals'
+ * search. */
 gm_status gm_layout_search(const gm_param_spec *params, uint32_t n_params, size_t min_bytes,
                            size_t range_bytes, uint32_t n_grids, size_t *out_chunk_bytes);

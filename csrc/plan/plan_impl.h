@@ -1,5 +1,6 @@
-/* plan_impl.h - what the plan's own files share: the problem as read from the traces, a plan under construction,
- * and the steps from one to the other.  No other file includes it, but for the tests of the plan. */
+/* plan_impl.h - what the plan's own files share: the problem as read from the traces, a plan under
+ * construction, and the steps from one to the other.  No other file includes it, but for the tests
+ * of the plan. */
 #pragma once
 
 #include "plan/plan.h"
@@ -20,7 +21,8 @@ typedef struct gm_course {
     gm_use *sums;    /* (n_opens,) by begin: GM_GRAD is in use; later than opens where ranks sum */
     uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
     uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
-    /* (n_chunks,) the first tick at which its update can run: its gradient is complete, and no use follows; n: none */
+    /* (n_chunks,) the first tick at which its update can run: its gradient is complete, and no use
+     * follows; n: none */
     uint32_t *ready;
 } gm_course;
 
@@ -100,7 +102,8 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
                         gm_course *out);
 void gm_course_free(gm_course *course);
 int gm_by_begin(const void *left, const void *right); /* of gm_use, for qsort */
-/* Sorts chunks by a key (beyond `limit`: as `limit`), equal ones in the order of `from`; NULL: by number. */
+/* Sorts chunks by a key (beyond `limit`: as `limit`), equal ones in the order of `from`; NULL: by
+ * number. */
 gm_status gm_sort_chunks(const uint32_t *key, uint32_t limit, const uint32_t *from, uint32_t n,
                          uint32_t *out);
 
@@ -108,12 +111,12 @@ gm_status gm_sort_chunks(const uint32_t *key, uint32_t limit, const uint32_t *fr
 gm_status gm_plan_alloc(const gm_problem *problem, gm_plan **out);
 const gm_schedule *gm_plan_find(const gm_plan *plan, uint64_t trace_hash);
 
-/* place.c: places every piece as chosen; weights and gradients that cannot share a ring become resident.
- * plan->n_blocks may exceed what is available. */
+/* place.c: places every piece as chosen; weights and gradients that cannot share a ring become
+ * resident. plan->n_blocks may exceed what is available. */
 gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan);
 
-/* gather.c: what a course asks of GM_WEIGHT under a plan in which the gathered weights have their places, and when
- * it gathers.  Without gathered weights that is what it asks of weights. */
+/* gather.c: what a course asks of GM_WEIGHT under a plan in which the gathered weights have their
+ * places, and when it gathers.  Without gathered weights that is what it asks of weights. */
 typedef struct gm_needs {
     gm_use *uses; /* (n_uses,) by begin; those of updates at the gradient's tick included */
     uint32_t n_uses;
@@ -134,7 +137,8 @@ void gm_schedule_free(gm_schedule *schedule);
 /* time.c: predicts the step; fills the seconds and bytes of plan->info. */
 gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan);
 
-/* choice.c: one plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there are. */
+/* choice.c: one plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there
+ * are. */
 gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out);
 /* search.c: the best plan found, schedules of all courses included. */
 uint64_t gm_plan_n_ops(const gm_plan *plan); /* of all its schedules */

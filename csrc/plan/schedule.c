@@ -53,7 +53,7 @@ typedef struct gm_writer {
 static bool is_out_at_grad(const gm_problem *problem, const gm_plan *plan, uint32_t chunk)
 {
     bool is_on_host = gm_is_on_host(plan->class_of[chunk]);
-    bool is_kept = !problem->is_trained[chunk]; /* no update takes it: the script may read it later */
+    bool is_kept = !problem->is_trained[chunk]; /* no update takes it: a script may read it */
     const gm_place *place = &plan->places[chunk * GM_N_PIECES + GM_GRAD];
     if (place->is_resident) {
         return !is_kept && is_on_host && problem->n_passes == 1;

@@ -1,11 +1,14 @@
 /* search.c - looks for the choice with the least predicted step.
  *
- * A few dials (depths of the rings, the host's share of updates, the share of late ones) give a choice (choice.c).
- * They are turned one after the other as long as that helps; with few chunks, single chunks then change class.
+ * A few dials (depths of the rings, the host's share of updates, the share of late ones) give a
+ * choice (choice.c). They are turned one after the other as long as that helps; with few chunks,
+ * single chunks then change class.
  *
  * 1. A choice that was found never takes more blocks than there are.
- * 2. A choice that comes back is not weighed again, but counts as a question: what is found does not depend on it.
- * 3. How often the time model may be asked depends on the size of the problem alone, so equal inputs give equal plans. */
+ * 2. A choice that comes back is not weighed again, but counts as a question: what is found does
+ *    not depend on it.
+ * 3. How often the time model may be asked depends on the size of the problem alone, so equal
+ *    inputs give equal plans. */
 #include <string.h>
 
 #include "plan/asked.h"
@@ -42,7 +45,8 @@ typedef struct gm_search {
     uint64_t least_blocks; /* that a choice would have taken, of all that were tried */
 } gm_search;
 
-/* Whether a is better than b: sooner, or equal with less traffic, or less of it over ranks, or with fewer blocks. */
+/* Whether a is better than b: sooner, or equal with less traffic, or less of it over ranks, or with
+ * fewer blocks. */
 static bool is_better(const gm_worth *a, const gm_worth *b)
 {
     double near = b->step_seconds * 1e-6;
@@ -57,7 +61,8 @@ static bool is_better(const gm_worth *a, const gm_worth *b)
            (a->comm_seconds <= b->comm_seconds + near_comm && a->n_blocks < b->n_blocks);
 }
 
-/* Asks the time model about s->choice, unless it has been asked; keeps the choice when it is the best. */
+/* Asks the time model about s->choice, unless it has been asked; keeps the choice when it is the
+ * best. */
 static gm_status ask(gm_search *s, bool *is_best)
 {
     gm_plan *plan = NULL;
@@ -278,7 +283,8 @@ static bool exchange(gm_search *s, uint32_t a, uint32_t b)
     return true;
 }
 
-/* Chunks change class, gradient or time of update, alone or in pairs, and rings their depth, as long as that helps. */
+/* Chunks change class, gradient or time of update, alone or in pairs, and rings their depth, as
+ * long as that helps. */
 static gm_status climb(gm_search *s, uint32_t limit)
 {
     uint32_t n = s->problem->n, n_moves = GM_N_CLASSES + 2 + s->problem->has_gathered;
@@ -410,8 +416,8 @@ static uint32_t n_questions(const gm_problem *problem)
     return (uint32_t)(n < least ? least : n > 600 ? 600 : n);
 }
 
-/* The corners: everything streamed with one chunk of prefetch (or none), or everything on the device.  What only several
- * ranks have is chosen: how far ahead they gather and reduce. */
+/* The corners: everything streamed with one chunk of prefetch (or none), or everything on the
+ * device.  What only several ranks have is chosen: how far ahead they gather and reduce. */
 static gm_status run_fixed(gm_search *s)
 {
     static const uint32_t ahead[][2] = {{3, 2}, {2, 1}, {1, 1}, {0, 0}};
@@ -477,7 +483,8 @@ static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_h
     return GM_OK;
 }
 
-/* Budgets from below up to what there is, so that what a smaller one can do is known to the larger. */
+/* Budgets from below up to what there is, so that what a smaller one can do is known to the
+ * larger. */
 static gm_status run_search(gm_search *s)
 {
     uint64_t whole = 0;
@@ -513,8 +520,8 @@ static gm_status run_search(gm_search *s)
     return s->problem->n <= FEW_CHUNKS ? climb_from_all(s, n) : GM_OK;
 }
 
-/* Everything on the device, if there is room: nothing can then be in the way of compute, whatever the time model
- * thinks of updates that the host would do meanwhile. */
+/* Everything on the device, if there is room: nothing can then be in the way of compute, whatever
+ * the time model thinks of updates that the host would do meanwhile. */
 static gm_status search_all_resident(gm_search *s, const gm_problem *problem)
 {
     gm_plan_input input = *problem->input;
@@ -528,7 +535,8 @@ static gm_status search_all_resident(gm_search *s, const gm_problem *problem)
     return status;
 }
 
-/* Whether shards are all resident, but gathers still hold up compute: memory may be better spent on fewer gathers. */
+/* Whether shards are all resident, but gathers still hold up compute: memory may be better spent on
+ * fewer gathers. */
 static bool is_held_up(const gm_search *s)
 {
     const gm_plan_info *info = &s->best.plan->info;

@@ -1,5 +1,5 @@
-/* sim.c - runs nodes on lanes: at each moment every lane whose next node has nothing to wait for works, at the
- * rate that the others leave it.
+/* sim.c - runs nodes on lanes: at each moment every lane whose next node has nothing to wait for
+ * works, at the rate that the others leave it.
  *
  * 1. A node waits only for nodes issued before it, so the run always ends. */
 #include "plan/sim.h"
@@ -12,7 +12,8 @@
 #define COPY_SECONDS 8e-6
 #define COMM_SECONDS 2e-5
 #define HOST_SECONDS 1.5e-4
-/* Of the device, what Adam gets beside compute: its threads wait for a place among those of the products. */
+/* Of the device, what Adam gets beside compute: its threads wait for a place among those of the
+ * products. */
 #define UPDATE_SHARE 0.12
 /* Of compute, what a collective takes: its threads have places of their own. */
 #define COMM_SHARE 0.02
@@ -79,8 +80,8 @@ typedef struct gm_speed {
     double rate[GM_N_LANES];
 } gm_speed;
 
-/* A link's rate: one way alone, both ways at once, and the same beside the host's Adam, which takes most of what it
- * takes from both ways from one way, too. */
+/* A link's rate: one way alone, both ways at once, and the same beside the host's Adam, which takes
+ * most of what it takes from both ways from one way, too. */
 static double link_rate(double alone, double both, double beside, bool is_both, bool is_host)
 {
     double one_way = (alone + 3 * beside) / 4;

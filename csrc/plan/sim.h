@@ -1,6 +1,7 @@
 /* sim.h - work on streams that run at shared, changing rates: the clock of the time model.
  *
- * Nodes are issued in order; one runs when everything before it on its stream and all it waits for are done. */
+ * Nodes are issued in order; one runs when everything before it on its stream and all it waits for
+ * are done. */
 #pragma once
 
 #include "plan/budget.h"

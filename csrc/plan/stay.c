@@ -16,8 +16,8 @@ void gm_stay_choose(const size_t *home_bytes, uint32_t n, size_t limit, bool *st
             lacking -= home_bytes[c];
         }
     }
-    uint32_t last =
-        n; /* all that are left have more than lacks: the smallest makes up for it, and for others */
+    /* All that are left have more than lacks: the smallest makes up for it, and for others. */
+    uint32_t last = n;
     for (uint32_t c = 0; c < n && lacking > 0; c++) {
         bool is_left = !stays[c] && home_bytes[c] > 0;
         last = is_left && (last == n || home_bytes[c] < home_bytes[last]) ? c : last;

@@ -1,7 +1,7 @@
 /* trace.c - the book of traces; see trace.h for what a trace is.
  *
- * 1. A pass writes its ticks into one run record, whether it is followed or new, and touches no trace before it
- *    ends.
+ * 1. A pass writes its ticks into one run record, whether it is followed or new, and touches no
+ *    trace before it ends.
  * 2. The record has room for the longest known trace, so a followed pass allocates nothing.
  * 3. While a trace is followed, the ticks so far are equal to its first ticks.
  * 4. No two traces are equal in is_grad and ticks. */

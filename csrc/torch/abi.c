@@ -1,5 +1,6 @@
 /* abi.c - registers gemini::blob through libtorch's C ABI; see abi.h.
- * Runs on whatever thread calls the operator; the deleter runs on whatever thread drops the storage. */
+ * Runs on whatever thread calls the operator; the deleter runs on whatever thread drops the
+ * storage. */
 #include "torch/abi.h"
 
 #include <dlfcn.h>
@@ -7,8 +8,8 @@
 
 #include "engine/engine.h"
 
-/* Facts of the ABI: a call's arguments and results are 64-bit cells; integers and dtypes sit in the low
- * bytes, tensors, lists and libraries are handles (pointers); 0 means success. */
+/* Facts of the ABI: a call's arguments and results are 64-bit cells; integers and dtypes sit in the
+ * low bytes, tensors, lists and libraries are handles (pointers); 0 means success. */
 typedef uint64_t cell;
 
 /* Of libtorch. */
@@ -51,8 +52,8 @@ static bool take_list(void *list, int64_t *out, size_t *n_out)
     return is_ok;
 }
 
-/* The caller has checked what can be wrong (a live lease, at most MAX_DIMS sizes, dense strides): a kernel behind
- * the C ABI has no way to raise. */
+/* The caller has checked what can be wrong (a live lease, at most MAX_DIMS sizes, dense strides): a
+ * kernel behind the C ABI has no way to raise. */
 static void blob_kernel(cell *stack, uint64_t GM_UNUSED(n_in), uint64_t GM_UNUSED(n_out))
 {
     gm_lease *lease = (gm_lease *)(uintptr_t)stack[0];

@@ -2,11 +2,11 @@
  * engine.
  *
  * Invariants
- *   1. held_bytes of a device is the sum of the sizes of what gm_torch_alloc gave, or is about to give
- *      after the engine agreed, and gm_torch_free has not yet taken back; the caller names the same
- *      size at both.
- *   2. The reserve function runs under the device's lock for reading, and is replaced under the lock
- *      for writing: after gm_torch_alloc_set_reserve() the old function is not running.
+ *   1. held_bytes of a device is the sum of the sizes of what gm_torch_alloc gave, or is about to
+ *      give after the engine agreed, and gm_torch_free has not yet taken back; the caller names the
+ *      same size at both.
+ *   2. The reserve function runs under the device's lock for reading, and is replaced under the
+ *      lock for writing: after gm_torch_alloc_set_reserve() the old function is not running.
  *   3. The primary context is retained at first use and never released: torch may free memory until
  *      the process ends. */
 #define _POSIX_C_SOURCE 200809L
@@ -157,7 +157,8 @@ void gm_torch_free(void *ptr, size_t size, int device, void *GM_UNUSED(stream))
     if (!d || !ptr || !enter(device, &api)) {
         return;
     }
-    /* It can fail only where the process ends or the context is lost: the memory is gone either way. */
+    /* It can fail only where the process ends or the context is lost: the memory is gone either
+     * way. */
     (void)api->cuMemFree((CUdeviceptr)(uintptr_t)ptr);
     atomic_fetch_sub(&d->held_bytes, size);
     leave(api);

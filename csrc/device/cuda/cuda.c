@@ -3,8 +3,8 @@
  * kernels are in stream.c.
  *
  * Invariants
- *   1. Every operation runs in the primary context and leaves the thread's current context as it was
- *      found: calls come from the caller's thread and from autograd's.
+ *   1. Every operation runs in the primary context and leaves the thread's current context as it
+ *      was found: calls come from the caller's thread and from autograd's.
  *   2. granule[] of a range mirrors the driver's page tables: a mapping occupies one FIRST granule
  *      and REST granules up to block_bytes, and is mapped and unmapped as a whole.
  *   3. A failed map leaves the whole span unmapped, never partly mapped.

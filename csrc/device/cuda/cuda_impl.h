@@ -46,8 +46,8 @@ static inline CUevent gm_cuda_event(gm_event event)
 gm_status gm_cuda_enter(cuda_device *d, bool *is_pushed);
 void gm_cuda_leave(cuda_device *d, bool is_pushed);
 
-/* Evaluates a gm_status expression about `d`, which is gm_cuda_self(dev), in the device's context, and returns it from the
- * function. */
+/* Evaluates a gm_status expression about `d`, which is gm_cuda_self(dev), in the device's context,
+ * and returns it from the function. */
 #define IN_CONTEXT(dev, expression)                  \
     do {                                             \
         cuda_device *d = gm_cuda_self(dev);          \

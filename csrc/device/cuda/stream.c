@@ -1,4 +1,5 @@
-/* stream.c - streams, events, host calls, copies and kernels of the CUDA device: one driver call each. */
+/* stream.c - streams, events, host calls, copies and kernels of the CUDA device: one driver call
+ * each. */
 #ifdef GM_WITH_CUDA
 
 #include "device/cuda/cuda_impl.h"
@@ -8,7 +9,8 @@
 static gm_status stream_new(cuda_device *d, gm_stream *out)
 {
     CUstream stream = NULL;
-    /* Non-blocking: torch's default stream is the legacy one, which would otherwise order everything. */
+    /* Non-blocking: torch's default stream is the legacy one, which would otherwise order
+     * everything. */
     GM_TRY(CHECK(d->api->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING)));
     *out = (gm_stream)(uintptr_t)stream;
     return GM_OK;
@@ -102,8 +104,9 @@ gm_status gm_cuda_event_elapsed(gm_device *dev, gm_event start, gm_event end, do
     IN_CONTEXT(dev, event_elapsed(d, gm_cuda_event(start), gm_cuda_event(end), seconds));
 }
 
-/* The driver's callback: on an H200 1.4 to 5 us to issue, however many calls are outstanding, and 12 us from a stream to
- * the host and back.  The driver drops a call whose stream has failed before it, and says so at every later call. */
+/* The driver's callback: on an H200 1.4 to 5 us to issue, however many calls are outstanding, and
+ * 12 us from a stream to the host and back.  The driver drops a call whose stream has failed before
+ * it, and says so at every later call. */
 static gm_status host_call(cuda_device *d, void (*fn)(void *context), void *context,
                            CUstream stream)
 {

@@ -10,8 +10,8 @@
 #define GM_THREAD_ELEMENTS 8
 #define GM_TILE_ELEMENTS   (GM_BLOCK_THREADS * GM_THREAD_ELEMENTS)
 
-/* sumsq: 16-byte loads that a thread keeps in flight, what its block reads at a time, and blocks of a
- * multiprocessor, together enough to hide the latency of memory. */
+/* sumsq: 16-byte loads that a thread keeps in flight, what its block reads at a time, and blocks of
+ * a multiprocessor, together enough to hide the latency of memory. */
 #define GM_SUMSQ_UNROLL        2
 #define GM_SUMSQ_BLOCKS_PER_SM 4
 #define GM_SUMSQ_BLOCK_VECTORS (GM_BLOCK_THREADS * GM_SUMSQ_UNROLL)
@@ -21,8 +21,8 @@
 #define GM_GRAD_SUM_BLOCKS_PER_SM 5
 #define GM_GRAD_SUM_TILE_ELEMENTS (GM_TILE_ELEMENTS * GM_GRAD_SUM_EIGHTS)
 
-/* One range of Adam, cut into tiles.  Tiles start at `origin` <= begin, chosen so that the threads of
- * a tile start at 16-byte boundaries; elements before begin and from end on are not touched. */
+/* One range of Adam, cut into tiles.  Tiles start at `origin` <= begin, chosen so that the threads
+ * of a tile start at 16-byte boundaries; elements before begin and from end on are not touched. */
 typedef struct gm_adam_piece {
     int64_t origin;
     int64_t begin, end;

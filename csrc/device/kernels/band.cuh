@@ -1,14 +1,14 @@
 /* band.cuh - the fast path of the exact sum: squares added to registers.
  *
- * A warp agrees on a band of the accumulator's bits, whose lowest it takes from the largest exponent
- * that it has just read; each thread adds the squares that lie in the band to registers: 64 bits for the
- * 16-bit dtypes, where a value shifted to its place is a 32-bit integer whose square takes one
- * instruction, 128 bits for fp32.  Everything else (far smaller values, denormals) goes to the block's
- * limbs by atomics; infinities and NaNs are only counted.
+ * A warp agrees on a band of the accumulator's bits, whose lowest it takes from the largest
+ * exponent that it has just read; each thread adds the squares that lie in the band to registers:
+ * 64 bits for the 16-bit dtypes, where a value shifted to its place is a 32-bit integer whose
+ * square takes one instruction, 128 bits for fp32.  Everything else (far smaller values, denormals)
+ * goes to the block's limbs by atomics; infinities and NaNs are only counted.
  *
  * Invariants
- *   1. A band takes MAX_ADDS squares per thread between flushes, and MAX_ADDS of the largest that it
- *      takes fit.
+ *   1. A band takes MAX_ADDS squares per thread between flushes, and MAX_ADDS of the largest that
+ *      it takes fit.
  *   2. Bands are bases of a warp, never of a thread: a flush is a reduction over the warp. */
 #pragma once
 
@@ -16,8 +16,8 @@
 
 #define LEAST_NORMAL_BITS 0x00800000u
 
-/* Counts a value's exponent (field - 1 + DROP, a binade's number) from `base`, which is the same in all of
- * a warp; the lowest bit of the band is bit 2 * base of the accumulator. */
+/* Counts a value's exponent (field - 1 + DROP, a binade's number) from `base`, which is the same in
+ * all of a warp; the lowest bit of the band is bit 2 * base of the accumulator. */
 template <typename Type> struct band {
     typedef typename Type::Bits Bits;
     static constexpr bool IS_WIDE = Type::SIGNIFICAND > 16;
@@ -120,7 +120,8 @@ template <typename Type> struct band {
     }
 
   private:
-    /* Counts infinities and NaNs and puts zeros in their place; returns the warp's largest of the rest. */
+    /* Counts infinities and NaNs and puts zeros in their place; returns the warp's largest of the
+     * rest. */
     template <uint32_t N>
     static __device__ __forceinline__ uint32_t drop_non_finite(block_sum *sum, Bits (&elements)[N])
     {

@@ -1,4 +1,5 @@
-/* clip.cu - the factor of a clip from the sums of squares that gradients have left: the bits of gm_clip_host.
+/* clip.cu - the factor of a clip from the sums of squares that gradients have left: the bits of
+ * gm_clip_host.
  *
  * Invariant: integers are added, in any order; one thread does the rest. */
 #include "arith/clip.h"

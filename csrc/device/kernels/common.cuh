@@ -23,8 +23,8 @@ static __device__ __forceinline__ float gm_canonical(float value)
     return gm_is_nan_bits(__float_as_uint(value)) ? __uint_as_float(0x7fc00000u) : value;
 }
 
-/* An element type: Bits as stored, bits of its significand (the implicit one included), exact conversion
- * to fp32, conversion from fp32 (nearest even). */
+/* An element type: Bits as stored, bits of its significand (the implicit one included), exact
+ * conversion to fp32, conversion from fp32 (nearest even). */
 struct gm_type_f32 {
     typedef uint32_t Bits;
     static constexpr uint32_t SIGNIFICAND = 24;

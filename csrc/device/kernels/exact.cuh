@@ -1,5 +1,5 @@
-/* exact.cuh - an exact sum of squares, made by a block in shared memory: the same number whatever the
- * order (band.cuh has the fast path).
+/* exact.cuh - an exact sum of squares, made by a block in shared memory: the same number whatever
+ * the order (band.cuh has the fast path).
  *
  * A finite fp32 value is m * 2^(k - 149), m < 2^24 an integer and k = max(exponent field, 1) - 1;
  * its square is m^2 shifted left by 2k bits above the accumulator's lowest bit, 2^-298.

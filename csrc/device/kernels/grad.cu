@@ -1,5 +1,6 @@
-/* grad.cu - dst = src or dst = dst + src (src divided first where asked) between fp32, bf16 and fp16: the bits of gm_grad_add_host; and
- * the same with the exact sum of squares of what is stored, in the same pass.
+/* grad.cu - dst = src or dst = dst + src (src divided first where asked) between fp32, bf16 and
+ * fp16: the bits of gm_grad_add_host; and the same with the exact sum of squares of what is stored,
+ * in the same pass.
  *
  * Invariant: every stored value went through fp32 and one rounding to nearest even, NaNs made
  * canonical, also where both dtypes agree and nothing is added. */
@@ -48,8 +49,8 @@ static __device__ __forceinline__ void grad_add(const gm_grad_add_batch &batch)
     }
 }
 
-/* A tile is GM_GRAD_SUM_EIGHTS rows of GM_TILE_ELEMENTS; all loads of a tile are issued before the first
- * use.  Elements outside the array take part as zeros, which no sum notices. */
+/* A tile is GM_GRAD_SUM_EIGHTS rows of GM_TILE_ELEMENTS; all loads of a tile are issued before the
+ * first use.  Elements outside the array take part as zeros, which no sum notices. */
 template <typename Dst, typename Src>
 static __device__ __forceinline__ void grad_add_sumsq(const gm_grad_sum_batch &batch)
 {
