@@ -1,6 +1,11 @@
-"""Arguments, checked: each that is refused raises ValueError with the call, its name, its value and what is allowed.
+"""Arguments: what calls take, said once, and checked.
 
-What manage() and the Lightning strategy both take is checked here once.
+A table is a TypedDict under `@table`: each field is annotated with an Argument, its default and its check, and the
+docstring says what it is. `def call(..., **given: Unpack[Table])` under `@taking(Table)` has them in its signature, its
+hints and its docstring, as if each stood there; a type checker reads the same from the TypedDict. settings.py has the
+tables of manage().
+
+What is refused raises ValueError with the call, the argument's name, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -11,23 +16,10 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast, get_type_hints
 
-import torch
-
-from gemini_strategy.choices import POLICIES
 from gemini_strategy.sizes import parse_bytes
-
-LOSS_SCALING = (  # the arguments of LossScaler, which all that make one take too
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-)
-MISSING = ("refuse", "init")  # for parameters on the meta device that the weights do not name
 
 
 class Arguments:
@@ -94,92 +86,167 @@ class Arguments:
         self.check(is_valid, name, "None, a path, or a mapping of submodules' names to paths")
 
 
-Call = TypeVar("Call", bound=Callable[..., Any])
+@dataclass
+class Argument:
+    """One argument of a table.
+
+    Attributes:
+        default: what it is where it is not given.
+        check: raises ValueError for a value that cannot be; None: whoever uses the value checks it.
+        text: its lines of the table's docstring.
+    """
+
+    default: Any
+    check: Callable[[Arguments, str], None] | None = None
+    text: list[str] = field(default_factory=list)
 
 
-def refuse_unknown(call: str, function: Callable[..., Any], given: Iterable[str]) -> None:
-    """Raises TypeError for a name that `function` does not take, with the one that is most like it."""
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
+Kind = TypeVar("Kind", bound=type)
+
+
+def table(kind: Kind) -> Kind:
+    """A TypedDict whose arguments have their texts from its docstring; inherited ones have theirs already."""
+    text: list[str] = []
+    for line in inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2].splitlines():
+        line = line[4:]
+        if not line.startswith(" "):
+            text = arguments_of(kind)[line.partition(":")[0]][1].text
+        text.append(line)
+    return kind
+
+
+Check = Callable[[Arguments, str], None]
+
+
+def number(low: float, high: float | None, is_exclusive: bool = False) -> Check:
+    """The check of an argument that is a number."""
+    return lambda arguments, name: arguments.check_number(name, low, high, is_exclusive)
+
+
+def choice(*choices: Any) -> Check:
+    """The check of an argument that is one of these."""
+    return lambda arguments, name: arguments.check_choice(name, choices)
+
+
+@functools.cache
+def arguments_of(table: type) -> dict[str, tuple[Any, Argument]]:
+    """The type of each argument of a table, and what is said of it."""
+    hints = get_type_hints(table, include_extras=True)
+    return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items()}
+
+
+def check_table(call: str, given: Mapping[str, Any], table: type) -> None:
+    """Raises ValueError for an argument of the table that cannot be."""
+    arguments = Arguments(call, given)
+    for name, (_, argument) in arguments_of(table).items():
+        if argument.check is not None:
+            argument.check(arguments, name)
+
+
+def described(text: str | None, table: type) -> str | None:
+    """A docstring in which the arguments of a table stand in the place of the line that names it, `given: ...`."""
+    before, given, after = (text or "").partition("        given: ")
+    lines = [
+        f"        {line}" for _, argument in arguments_of(table).values() for line in argument.text
+    ]
+    return before + "\n".join(lines) + after[after.index("\n") :] if given else text
+
+
+Taker = TypeVar("Taker", bound=Callable[..., Any])
+
+
+def taking(
+    table: type, positional: Iterable[str] = (), types: Mapping[str, Any] | None = None
+) -> Callable[[Taker], Taker]:
+    """For a function with `**given`, or a class with such a constructor: it takes the arguments of a table, gets all of
+    them, and has them in its signature and its docstring.
+
+    Args:
+        table: of the arguments.
+        positional: those that may be given by their place too, in this order.
+        types: of arguments for which the table has a wider one.
+    """
+
+    def decorate(taker: Taker) -> Taker:
+        if isinstance(taker, type):
+            kind: Any = taker
+            kind.__init__ = _taking(kind.__init__, kind.__name__, table, positional, types or {})
+            kind.__doc__ = described(kind.__doc__, table)
+            return taker
+        return cast(Taker, _taking(taker, taker.__name__, table, positional, types or {}))
+
+    return decorate
+
+
+def _taking(
+    function: Callable[..., Any],
+    call: str,
+    table: type,
+    positional: Iterable[str],
+    types: Mapping[str, Any],
+) -> Callable[..., Any]:
+    kinds, told = inspect.Parameter, arguments_of(table)
+    hints = {name: hint for name, (hint, _) in told.items()} | dict(types)
+    plain = inspect.signature(function)
+    own = [each for each in plain.parameters.values() if each.kind is not kinds.VAR_KEYWORD]
+    places = dict.fromkeys(positional, kinds.POSITIONAL_OR_KEYWORD)
+    rest = {name: places.get(name, kinds.KEYWORD_ONLY) for name in (*places, *told)}
+    taken = [
+        kinds(name, kind, default=told[name][1].default, annotation=hints[name])
+        for name, kind in rest.items()
+    ]
+    signature = plain.replace(parameters=[*own, *taken])
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        _refuse_unfit(call, signature, args, kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        first = [bound.arguments.pop(each.name) for each in own]
+        return function(*first, **bound.arguments)
+
+    hints = {n: h for n, h in function.__annotations__.items() if n != "given"} | hints
+    called.__annotations__ = hints
+    called.__doc__ = described(function.__doc__, table)
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    return called
+
+
+def suggesting(function: Taker) -> Taker:
+    """The function, whose unknown arguments are refused with the one that was probably meant."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        _refuse_unfit(function.__name__, signature, args, kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Taker, called)
+
+
+def _refuse_unfit(
+    call: str, signature: inspect.Signature, args: tuple[Any, ...], given: Iterable[str]
+) -> None:
+    """Raises TypeError for a name that there is not, with the one that is most like it, and for an argument that has to
+    be named, with the name of a budget for what may be one."""
+    known = [name for name in signature.parameters if name != "self"]
     for name in given:
         if name not in known:
             parts = [each for each in known if name in each]  # 'budget' is a part of two
             near = " or ".join(map(repr, parts or difflib.get_close_matches(name, known, n=1)))
             meant = f"; did you mean {near}?" if near else f"; there are {', '.join(known)}"
             raise TypeError(f"{call}() has no argument {name!r}{meant}")
-
-
-def suggesting(function: Call) -> Call:
-    """The function, whose unknown arguments are refused with the one that was probably meant."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        refuse_unknown(function.__name__, function, kwargs)
-        _refuse_unnamed(function, args)
-        return function(*args, **kwargs)
-
-    return cast(Call, called)
-
-
-def _refuse_unnamed(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises TypeError for an argument that has to be named, with the name of a budget for what may be one."""
-    kinds = inspect.signature(function).parameters.values()
+    kinds = signature.parameters.values()
     names = [each.name for each in kinds if each.kind is each.POSITIONAL_OR_KEYWORD]
     if len(args) <= len(names):
         return
     first = args[len(names)]
     is_size = isinstance(first, int | float | str) and not isinstance(first, bool)
     meant = f": did you mean device_budget={first!r}?" if is_size else ""
+    named = " and ".join(name for name in names if name != "self") or "nothing"
     raise TypeError(
-        f"{function.__name__}() takes {' and '.join(names)} by their place, and all else by name, got {first!r}{meant}"
+        f"{call}() takes {named} by their place, and all else by name, got {first!r}{meant}"
     )
-
-
-def check_management(call: str, given: Mapping[str, Any]) -> None:
-    """The arguments that manage() and the strategy both take, but timeout and mesh, whose forms differ."""
-    arguments = Arguments(call, given)
-    booleans = ("enable_distributed_storage", "force_outputs_fp32", "convert_inputs")
-    arguments.check_bool(*(name for name in booleans if name in given))
-    arguments.check_choice("placement_policy", tuple(POLICIES))
-    if given["gpu_margin_mem_ratio"] is not None:
-        arguments.check_number("gpu_margin_mem_ratio", 0, 1)
-        if given["placement_policy"] != "auto":
-            raise ValueError(
-                f"{call}(gpu_margin_mem_ratio={given['gpu_margin_mem_ratio']!r}, placement_policy="
-                f"{given['placement_policy']!r}): the ratio acts with placement_policy='auto' only; leave it None."
-            )
-    search = ("chunk_search_range", "chunk_search_n_grids", "min_chunk_size")
-    asked = [name for name in search if given[name] is not None]
-    if given["chunk_size"] is not None and asked:
-        raise ValueError(
-            f"{call}(chunk_size={given['chunk_size']!r}, {asked[0]}={given[asked[0]]!r}): give the size of a chunk, or "
-            "arguments of the search for one, not both."
-        )
-    for name in ("chunk_size", "chunk_search_range", "min_chunk_size", "block_size"):
-        arguments.check_size(name)
-    for name in ("device_budget", "host_budget"):
-        arguments.check_size(name, of_total=True)
-    arguments.check_count("chunk_search_n_grids", is_optional=True)
-    arguments.check_choice("gradient_dtype", (None, torch.float32))
-    arguments.check_count("threads", is_optional=True)
-    arguments.check_choice("report", (None, True, False))
-    arguments.check_paths("weights")
-    arguments.check_choice("missing", MISSING)
-    check_loss_scaling(call, given)
-
-
-def check_loss_scaling(call: str, given: Mapping[str, Any]) -> None:
-    """The arguments of LossScaler."""
-    arguments = Arguments(call, given)
-    arguments.check_number("min_scale", 0, None)
-    arguments.check_number("max_scale", given["min_scale"], None)
-    arguments.check_number("initial_scale", 0, None, is_exclusive=True)
-    low, high = given["min_scale"], given["max_scale"]
-    within = f"a number at least {low} (min_scale) and at most {high} (max_scale)"
-    arguments.check(low <= given["initial_scale"] <= high, "initial_scale", within)
-    arguments.check_number("growth_factor", 1, None, is_exclusive=True)
-    arguments.check_number("backoff_factor", 0, 1, is_exclusive=True)
-    arguments.check_count("growth_interval")
-    arguments.check_count("hysteresis")
 
 
 def bound_of_clip(name: str, value: Any) -> float:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from gemini_strategy import _C
 from gemini_strategy.agreement import common_settings
-from gemini_strategy.arguments import LOSS_SCALING, check_management, suggesting
-from gemini_strategy.choices import PolicyName, PrecisionName
+from gemini_strategy.arguments import taking
 from gemini_strategy.engine import Engine
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.inherited import note
@@ -25,12 +22,11 @@ from gemini_strategy.machine.rates import are_tuned, machine_rates
 from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.hooks import RootForward, keep_nets_on_top
 from gemini_strategy.parameters.original import Original
-from gemini_strategy.precision import LossScaler, Precision
-from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
+from gemini_strategy.precision import LOSS_SCALING, LossScaler, Precision
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.roots import joined
 from gemini_strategy.runtime import Runtime
-from gemini_strategy.settings import Settings
+from gemini_strategy.settings import Managed, Settings, check
 from gemini_strategy.sizes import (
     ChunkSizes,
     host_limit,
@@ -39,7 +35,6 @@ from gemini_strategy.sizes import (
     physical_memory,
     size_text,
 )
-from gemini_strategy.weights.loading import Weights
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -57,39 +52,11 @@ def engine_of(model: nn.Module) -> Engine | None:
     return None
 
 
-@suggesting
+@taking(Managed)
 def manage(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
-    *,
-    weights: Weights | None = None,
-    missing: Literal["refuse", "init"] = "refuse",
-    device_budget: int | float | str | None = None,
-    host_budget: int | float | str | None = None,
-    placement_policy: PolicyName = "auto",
-    precision: PrecisionName | None = None,
-    device: torch.device | str | None = None,
-    chunk_size: int | str | None = None,
-    block_size: int | str | None = None,
-    chunk_search_range: int | str | None = None,
-    chunk_search_n_grids: int | None = None,
-    min_chunk_size: int | str | None = None,
-    gpu_margin_mem_ratio: float | None = None,
-    gradient_dtype: torch.dtype | None = None,
-    force_outputs_fp32: bool = False,
-    convert_inputs: bool = True,
-    initial_scale: float = 2.0**16,
-    min_scale: float = 1.0,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-    max_scale: float = 2.0**32,
-    threads: int | None = None,
-    report: bool | None = None,
-    mesh: DeviceMesh | ProcessGroup | None = None,
-    enable_distributed_storage: bool = True,
-    timeout: float = DEFAULT_TIMEOUT,
+    **given: Unpack[Managed],
 ) -> Engine:
     """Puts a built model's parameters into chunks, in place, and takes its optimizer over.
 
@@ -117,46 +84,7 @@ def manage(
         optimizer: torch.optim.AdamW, torch.optim.Adam, HybridAdam or CPUAdam over parameters of the
             model; None for inference, or for torch's own optimizers: parameters then keep torch's own `.grad`, of
             several ranks the mean.
-        weights: a safetensors file, its index, or a Hugging Face folder whose values the model takes, as
-            load_state_dict would give them; or such paths by the name of the submodule that each is of: of several
-            models "0", "1".
-        missing: a parameter on the meta device may have no name in the weights. "refuse" refuses it by name;
-            "init" gives it its module's own initial values. Buffers that are never saved are always made anew.
-        device_budget: device memory in bytes, "24GB", "24GiB" or a fraction of the device. On CUDA
-            everything this process holds there counts, activations included; on the host device what
-            the engine places there. None: what the device has.
-        host_budget: bytes of host memory for weights, states and gradients, of this rank, and as far as it goes for
-            updates of clipped steps; a fraction is one of its even share of the host. None: what the host has; of
-            several ranks on it each has an even share. More than the machine has, or than this process's control group
-            allows, counts as that, with a warning. With "auto" what the host has no room for stays on the device.
-        placement_policy: "cuda": everything on the device; "cpu": evicted after every module, states
-            on the host; "auto": as much as fits.
-        precision: "32-true", "bf16-true", "bf16-mixed" or "16-mixed"; None keeps the parameters' dtypes.
-        device: where to compute; None: CUDA if there is a device, else the CPU (the host device), with a warning.
-        chunk_size: bytes of weights in one chunk; None: chosen from the model and the budget.
-        block_size: bytes of one block of device memory; rounded up to the device's granularity.
-        chunk_search_range, chunk_search_n_grids, min_chunk_size: search the chunk size that leaves
-            the least unused in [min_chunk_size, min_chunk_size + chunk_search_range], tried at
-            n_grids + 1 even steps (bytes of weights). Giving any of them asks for the search;
-            defaults then are 64 MiB, 4096 and 32 MiB. Not together with chunk_size.
-        gpu_margin_mem_ratio: "auto" only: the share, in [0, 1], of the device memory left beside all
-            weights that may hold optimizer states. None: all of it.
-        gradient_dtype: None: gradients are kept and accumulated in the weight's dtype, as torch does;
-            torch.float32: in fp32.
-        force_outputs_fp32: cast half-precision tensors in the model's outputs to fp32.
-        convert_inputs: let the model's forward cast floating-point inputs ("*-true") or run under
-            autocast ("*-mixed"); False where the caller does that (Lightning).
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale:
-            dynamic loss scaling of "16-mixed"; see LossScaler.
-        threads: worker threads for host arithmetic; None: GEMINI_THREADS, else the cores this process
-            may use, less two beside a GPU.
-        report: print to stderr the table of the first plan that is made, and at close() or when the process ends what
-            was planned beside what was measured. None: if GEMINI_REPORT=1; `engine.report()` gives both at any time.
-
-        mesh: the ranks: a DeviceMesh (1-D; or 2-D: replicas, shards), a ProcessGroup, or None: all ranks if
-            torch.distributed is initialised, else this process alone.
-        enable_distributed_storage: False: every rank keeps the whole state (no shards), and gradients are averaged.
-        timeout: seconds that a rank waits for the others, here and later, before it raises.
+        given: Managed, in settings.py. Of several models `weights` may be paths by the names "0", "1".
 
     Returns:
         The engine.
@@ -170,12 +98,12 @@ def manage(
 
     Whatever it raises, the model and the optimizer are as they were: the same tensors, hooks and states.
     """
-    given = dict(locals())
-    ranks = Ranks(mesh, timeout, is_sharded=enable_distributed_storage)
+    is_sharded = given["enable_distributed_storage"]
+    ranks = Ranks(given["mesh"], given["timeout"], is_sharded=is_sharded)
     original = None
     try:
         model = joined(model)
-        check_management("manage", given)
+        check("manage", given, Managed)
         if absent.nets:
             gc.collect()  # a model that nobody has any more is a cycle with its engine, and keeps its homes
         settings = _settings(given, ranks)
@@ -236,7 +164,7 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
             given["chunk_search_n_grids"],
             given["min_chunk_size"],
         ),
-        is_grad_f32=given["gradient_dtype"] is torch.float32,
+        is_grad_f32=given["gradient_dtype"] is not None,
         margin=given["gpu_margin_mem_ratio"],
         convert_inputs=given["convert_inputs"],
         force_outputs_fp32=given["force_outputs_fp32"],

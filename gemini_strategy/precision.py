@@ -1,19 +1,24 @@
 """What a precision string means: the dtype of each weight, the inputs' dtype, autocast, loss scaling."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
-from gemini_strategy.arguments import check_loss_scaling
+from gemini_strategy.arguments import (
+    Argument,
+    Arguments,
+    check_table,
+    number,
+    table,
+    taking,
+)
 from gemini_strategy.choices import PRECISIONS
 
 _RUNNING_STATISTICS = (_torch.BatchNormBase,)
@@ -111,6 +116,44 @@ def weight_dtypes(model: nn.Module, precision: str | None) -> dict[nn.Parameter,
     return dtypes
 
 
+@table
+class LossScaling(TypedDict, total=False):
+    """The arguments of LossScaler, which all that make one take too.
+
+    Args:
+        initial_scale: the first loss scale of "16-mixed".
+        min_scale: the loss scale never falls below this.
+        growth_factor: multiplies the scale after `growth_interval` steps without overflow, more
+            than 1.
+        backoff_factor: multiplies the scale on overflow, once `hysteresis` overflows have come
+            since the last growth (or start); between 0 and 1.
+        growth_interval: steps without overflow in a row.
+        hysteresis: overflows to tolerate; 1 backs off at once.
+        max_scale: the loss scale never rises above this.
+    """
+
+    initial_scale: Annotated[float, Argument(2.0**16, number(0, None, True))]
+    min_scale: Annotated[float, Argument(1.0, number(0, None))]
+    growth_factor: Annotated[float, Argument(2.0, number(1, None, True))]
+    backoff_factor: Annotated[float, Argument(0.5, number(0, 1, True))]
+    growth_interval: Annotated[int, Argument(1000, Arguments.check_count)]
+    hysteresis: Annotated[int, Argument(2, Arguments.check_count)]
+    max_scale: Annotated[float, Argument(2.0**32, number(0, None))]
+
+
+LOSS_SCALING = tuple(LossScaling.__annotations__)
+
+
+def check_loss_scaling(call: str, given: Mapping[str, Any]) -> None:
+    """The arguments of LossScaler together, after each by itself."""
+    arguments = Arguments(call, given)
+    low, high = given["min_scale"], given["max_scale"]
+    arguments.check_number("max_scale", low, None)
+    within = f"a number at least {low} (min_scale) and at most {high} (max_scale)"
+    arguments.check(low <= given["initial_scale"] <= high, "initial_scale", within)
+
+
+@taking(LossScaling, LOSS_SCALING)
 class LossScaler:
     """Dynamic loss scale for fp16 gradients.
 
@@ -119,36 +162,22 @@ class LossScaler:
     uses is the one its loss was multiplied with; `update` changes it afterwards.
 
     Args:
-        initial_scale: the first scale.
-        min_scale, max_scale: bounds of the scale.
-        growth_factor: multiplies the scale after `growth_interval` steps without overflow.
-        backoff_factor: multiplies the scale on overflow, once `hysteresis` overflows have come
-            since the last growth (or start).
-        growth_interval: steps without overflow in a row.
-        hysteresis: overflows to tolerate; 1 backs off at once.
+        given: LossScaling.
 
     Raises:
         ValueError: a value is out of its range.
     """
 
-    def __init__(
-        self,
-        initial_scale: float = 2.0**16,
-        min_scale: float = 1.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 2.0**32,
-    ) -> None:
-        check_loss_scaling("LossScaler", locals())
-        self.min_scale = float(min_scale)
-        self.max_scale = float(max_scale)
-        self.growth_factor = float(growth_factor)
-        self.backoff_factor = float(backoff_factor)
-        self.growth_interval = int(growth_interval)
-        self.hysteresis = int(hysteresis)
-        self.scale = float(initial_scale)
+    def __init__(self, **given: Unpack[LossScaling]) -> None:
+        check_table("LossScaler", given, LossScaling)
+        check_loss_scaling("LossScaler", given)
+        self.min_scale = float(given["min_scale"])
+        self.max_scale = float(given["max_scale"])
+        self.growth_factor = float(given["growth_factor"])
+        self.backoff_factor = float(given["backoff_factor"])
+        self.growth_interval = int(given["growth_interval"])
+        self.hysteresis = int(given["hysteresis"])
+        self.scale = float(given["initial_scale"])
         self._growth_steps = 0
         self._overflows = 0
 

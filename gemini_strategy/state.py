@@ -12,6 +12,7 @@ from gemini_strategy.errors import GuardError
 from gemini_strategy.parameters import absent, leaving, quantized, stand_in
 from gemini_strategy.parameters.homes import Entry, Whole
 from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.roots import roots
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -57,6 +58,30 @@ def model_state_dict(
         elif isinstance(value, torch.Tensor) and is_mine:
             result[key] = value.detach().to("cpu", copy=True)
     return result if is_mine else {}
+
+
+def masters_of(
+    engine: Runtime, module: nn.Module, root: int | None, for_file: bool = False
+) -> dict[str, Any]:
+    """What `module.state_dict()` has, with the fp32 masters of managed parameters, on the CPU.
+
+    The engine manages the module, or more than it, which may have its own idea of what is saved: keys and shapes are
+    the module's. root, for_file: as for model_state_dict.
+    """
+    is_root = module in (engine.model, *roots(engine.model))
+    if is_root and type(module).state_dict is nn.Module.state_dict:
+        return model_state_dict(engine, True, root, for_file, module)
+    state = dict(module.state_dict())
+    read = stand_in.master if for_file else Slot.read_master
+    masters: dict[nn.Parameter, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value, slot = state.get(name), getattr(parameter, "_gm_slot", None)
+        if slot is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue
+        if parameter not in masters:
+            masters[parameter] = read(slot, root)
+        state[name] = masters[parameter]
+    return state if root is None or root == engine.ranks.rank else {}
 
 
 class _StateHook(leaving.Attached):

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy.arguments import LOSS_SCALING, Arguments
+from gemini_strategy.arguments import Arguments
 from gemini_strategy.checkpoint import one_file
 from gemini_strategy.checkpoint.folder import local
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.colossalai.gemini import GeminiDDP, GeminiOptimizer, management
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.precision import LOSS_SCALING
 from gemini_strategy.weights.files import WeightFiles
 from gemini_strategy.wrapper import is_first_rank, refuse
 

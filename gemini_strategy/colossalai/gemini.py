@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from gemini_strategy.arguments import LOSS_SCALING, Arguments
+from gemini_strategy.arguments import Arguments
+from gemini_strategy.precision import LOSS_SCALING
 from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, refuse
 
 _PLAN = "the plan decides that from device_budget and what was measured; leave it out"

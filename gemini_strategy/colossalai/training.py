@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_strategy.arguments import LOSS_SCALING, Arguments
+from gemini_strategy.arguments import Arguments
 from gemini_strategy.colossalai.launch import global_context
 from gemini_strategy.colossalai.zero import TensorShardStrategy, init_seed
+from gemini_strategy.precision import LOSS_SCALING
 from gemini_strategy.weights.loading import Weights
 from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, refuse
 

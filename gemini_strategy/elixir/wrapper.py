@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from gemini_strategy.arguments import LOSS_SCALING, Arguments
+from gemini_strategy.arguments import Arguments
 from gemini_strategy.elixir.search import PRECISION_OF, SearchResult
+from gemini_strategy.precision import LOSS_SCALING
 from gemini_strategy.wrapper import WrappedModule, WrappedOptimizer, group_size, refuse
 
 

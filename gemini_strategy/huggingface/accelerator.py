@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini_strategy import Engine, GeminiError, engine_of
-from gemini_strategy.huggingface.engines import Engines, is_replaced, masters_of, models_of
+from gemini_strategy.huggingface.engines import Engines, is_replaced, models_of
 from gemini_strategy.huggingface.plugin import GeminiPlugin, current
 from gemini_strategy.huggingface.refusals import check_accelerator, check_plugins
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.state import masters_of
 
 _PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -274,8 +275,10 @@ class GeminiAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state with fp32 masters, on the CPU. All ranks call it, and rank 0 gets it."""
         plain = self.unwrap_model(model) if unwrap else model
-        state = masters_of(plain, rank0_only=self.num_processes > 1)
-        return super().get_state_dict(model, unwrap=unwrap) if state is None else state
+        engine = engine_of(plain)
+        if engine is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        return masters_of(engine._runtime, plain, 0 if self.num_processes > 1 else None)
 
     def save_state(
         self,

@@ -27,7 +27,6 @@ from gemini_strategy.huggingface.refusals import check_model
 from gemini_strategy.parameters.leaving import Attached
 from gemini_strategy.precision import Precision
 from gemini_strategy.roots import roots, title
-from gemini_strategy.state import model_state_dict
 from gemini_strategy.weakly import WeakTable
 
 # The engines that this layer has made in this process, and of how many models each. Models would keep theirs alive.
@@ -262,23 +261,3 @@ def close_for_another(engine: Engine, with_states: bool) -> None:
     close(engine._runtime, None, with_states, is_told=False)
     for parameter, low in lows.items():
         parameter._gm_low = low
-
-
-def masters_of(model: nn.Module, rank0_only: bool) -> dict[str, Any] | None:
-    """`model.state_dict()` with fp32 masters, on the CPU; None if the model is not managed.
-
-    Args:
-        rank0_only: all ranks call it, but only rank 0 gets the state, the others an empty dict.
-    """
-    engine = engine_of(model)
-    if engine is None:
-        return None
-    if model in (engine.model, *roots(engine.model)):
-        root = 0 if rank0_only else None
-        return model_state_dict(engine._runtime, True, root, module=model)
-    state = dict(model.state_dict())
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        slot = getattr(parameter, "_gm_slot", None)
-        if slot is not None and name in state:
-            state[name] = slot.read_master(0 if rank0_only else None)
-    return {} if rank0_only and engine.ranks.rank else state

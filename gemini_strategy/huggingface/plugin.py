@@ -2,67 +2,56 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, field, make_dataclass
+from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-
-from gemini_strategy.arguments import Arguments, check_management
+from gemini_strategy.arguments import arguments_of, described
 from gemini_strategy.inherited import told
-from gemini_strategy.precision import LossScaler
-from gemini_strategy.ranks.comm import DEFAULT_TIMEOUT
-
-# What check_management() wants beside; accelerate's GradScalerKwargs say how an fp16 loss is scaled.
-_ELSEWHERE = {
-    **{name: p.default for name, p in inspect.signature(LossScaler).parameters.items()},
-    "force_outputs_fp32": False,
-    "weights": None,
-    "missing": "refuse",
-}
+from gemini_strategy.settings import Calls, Chunks, check
 
 
-@dataclass(frozen=True, kw_only=True)
-class GeminiPlugin:
+class Plugged(Chunks, Calls, total=False):
+    """The arguments of GeminiPlugin."""
+
+
+class _Checked:
+    def __post_init__(self) -> None:
+        check("GeminiPlugin", asdict(self), Plugged)  # type: ignore[call-overload]
+
+
+_Fields = make_dataclass(
+    "_Fields",
+    [(name, kind, field(default=a.default)) for name, (kind, a) in arguments_of(Plugged).items()],
+    bases=(_Checked,),
+    frozen=True,
+    kw_only=True,
+)
+
+
+class GeminiPlugin(_Fields):  # type: ignore[misc, valid-type]
     """The budgets and the policy of the models that an Accelerator or a Trainer trains.
 
-    Device, precision and ranks are accelerate's: where it computes, its `mixed_precision` and its processes.
+    Device, precision and ranks are accelerate's: where it computes, its `mixed_precision` and its processes; fp16's
+    loss scale is what its GradScalerKwargs say. Budgets are of each model.
 
     Args:
-        device_budget, host_budget, placement_policy, chunk_size, block_size, chunk_search_range,
-            chunk_search_n_grids, min_chunk_size, gpu_margin_mem_ratio, gradient_dtype, threads, report,
-            enable_distributed_storage, timeout: as in `gemini_strategy.manage`. Budgets are of each model.
+        given: Plugged; as in `gemini_strategy.manage`.
 
     Raises:
         ValueError: a value out of its range.
     """
 
-    device_budget: int | float | str | None = None
-    host_budget: int | float | str | None = None
-    placement_policy: str = "auto"
-    chunk_size: int | str | None = None
-    block_size: int | str | None = None
-    chunk_search_range: int | str | None = None
-    chunk_search_n_grids: int | None = None
-    min_chunk_size: int | str | None = None
-    gpu_margin_mem_ratio: float | None = None
-    gradient_dtype: torch.dtype | None = None
-    threads: int | None = None
-    report: bool | None = None
-    enable_distributed_storage: bool = True
-    timeout: float = DEFAULT_TIMEOUT
+    if TYPE_CHECKING:
 
-    def __post_init__(self) -> None:
-        given = {**_ELSEWHERE, **asdict(self)}
-        check_management("GeminiPlugin", given)
-        Arguments("GeminiPlugin", given).check_number("timeout", 0, None, is_exclusive=True)
+        def __init__(self, **given: Unpack[Plugged]) -> None: ...
 
     def arguments(self) -> dict[str, Any]:
         """Those of manage()."""
         return asdict(self)
 
 
+GeminiPlugin.__doc__ = described(GeminiPlugin.__doc__, Plugged)
 _current: GeminiPlugin | None = None
 
 

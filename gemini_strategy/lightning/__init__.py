@@ -72,15 +72,7 @@ def strategy_class(tree: str) -> type:
 
 
 def fabric_strategy_class(tree: str) -> type:
-    """The strategy class for the Fabric of one distribution of Lightning.
-
-    Args:
-        tree: ``"lightning"`` (``lightning.fabric`` means the same) or ``"pytorch_lightning"`` (``lightning_fabric``).
-
-    Raises:
-        ValueError: any other name.
-        ImportError: the distribution is not installed.
-    """
+    """The same for its Fabric, which ``lightning.fabric`` and ``lightning_fabric`` name too: :func:`strategy_class`."""
     return _built("fabric_strategy_class", tree)[1]
 
 

@@ -54,8 +54,6 @@ class Checkpoints(EngineStrategy):
     """
 
     checkpoint_weights_only: bool | None
-    engine: Any
-    lightning_module: Any
     optimizers: Any
     state_dict_type: str
     _late: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for the end of `setup`

@@ -5,6 +5,7 @@
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, ClassVar
@@ -15,11 +16,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import check_management
+from gemini_strategy.arguments import arguments_of, taking
 from gemini_strategy.checkpoint import one_file
-from gemini_strategy.lightning.engines import ENGINE_ARGUMENTS, materialize
-from gemini_strategy.lightning.ranks import RankProcesses, checked_timeout
-from gemini_strategy.lightning.trees import Tree
+from gemini_strategy.lightning.engines import materialize
+from gemini_strategy.lightning.ranks import RankProcesses
+from gemini_strategy.lightning.settings import ORIGINALS, TO_MANAGE
+from gemini_strategy.lightning.trees import Tree, made_for
+from gemini_strategy.settings import check
 from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Weights
 
@@ -36,52 +39,44 @@ def _is_chosen_by_default() -> bool:
 
 
 class EngineStrategy(RankProcesses):
-    """To be inherited from before the tree's `ParallelStrategy`.
-
-    Args:
-        given: the arguments by name; `gradient_dtype` may be "float32".
-
-    Raises:
-        ValueError, TypeError: one of them cannot be.
-    """
+    """To be inherited from before the tree's `ParallelStrategy`. What is made of it has its arguments by `joined`."""
 
     strategy_name = "gemini"
-    _tree: Tree
+    _table: type  # of its arguments
     _home: ModuleType  # the tree's module with Trainer or Fabric in it
     _precision_argument: str
     _elsewhere: str  # the functions that give other classes
     _loaded: "ClassVar[WeakSet[nn.Module]]"  # have taken their weights: what they hold since is worth more
     _warn: Callable[[str], None]  # the tree's rank_zero_warn
+    engine: Any  # a Trainer's, as is what follows it
+    lightning_module: Any
+    precision_plugin: Any
     checkpoint_io: Any
     is_global_zero: bool
     _takes_what_is_there = False  # nobody has said which accelerator
 
     def __init__(self, given: dict[str, Any]) -> None:
-        if given["gradient_dtype"] == "float32":
-            given["gradient_dtype"] = torch.float32
-        check_management(self._call, given)
-        self._check(given)
-        self.timeout = checked_timeout(self._call, given)
-        plugins, mesh = self._fabric.plugins, given["device_mesh"]
+        check(self._call, given, self._table)
+        timeout = given["timeout"]
+        self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        plugins, mesh = self._tree.fabric.plugins, given["device_mesh"]
         for name, wanted in (
             ("cluster_environment", plugins.ClusterEnvironment),
             ("checkpoint_io", plugins.CheckpointIO),
         ):
             self._tree.check(name, given[name], wanted, self._call)
-        self.enable_distributed_storage = given["enable_distributed_storage"]
         self.process_group_backend = given["process_group_backend"]
         self.device_mesh = tuple(mesh) if isinstance(mesh, list) else mesh
         self.report = given["report"]
         self.weights = given["weights"]
         self.missing = given["missing"]
-        self.engine_arguments = {name: given[name] for name in ENGINE_ARGUMENTS}
+        self.engine_arguments = {name: given[name] for name in TO_MANAGE if name in given}
+        if given["gradient_dtype"] is not None:
+            self.engine_arguments["gradient_dtype"] = torch.float32
         names = ("parallel_devices", "cluster_environment", "checkpoint_io")
         super().__init__(**{name: given[name] for name in (*names, self._precision_argument)})
         if given["accelerator"] is not None:
             self.accelerator = given["accelerator"]
-
-    def _check(self, given: dict[str, Any]) -> None:
-        """Raises ValueError for an argument that the other strategy does not have."""
 
     def __repr__(self) -> str:
         # Lightning prints this when a strategy is given to the other tree's Trainer or Fabric.
@@ -121,7 +116,9 @@ class EngineStrategy(RankProcesses):
 
     def _set_device_and_dtype(self, module: nn.Module) -> None:
         for part in module.modules():
-            if isinstance(part, self._fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
+            if isinstance(
+                part, self._tree.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin
+            ):
                 part._device = self.root_device
                 part._dtype = self._casting.module_dtype
 
@@ -215,16 +212,25 @@ class EngineStrategy(RankProcesses):
         return False
 
 
-def joined(name: str, strategy: type, home: ModuleType, tree: Tree, **parts: Any) -> type:
-    """The strategy class of a tree; `home`: its module with Trainer or Fabric in it."""
+def joined(strategy: type, home: ModuleType, tree: Tree, **parts: Any) -> type:
+    """The strategy class of a tree; `home`: its module with Trainer or Fabric in it.
+
+    Its arguments are annotated with the classes of the tree: LightningCLI makes what a config file asks for from these.
+    """
+    table, plugins = strategy._table, tree.fabric.plugins
+    types = {
+        "accelerator": home.accelerators.Accelerator | None,
+        "cluster_environment": plugins.ClusterEnvironment | None,
+        "checkpoint_io": plugins.CheckpointIO | None,
+        strategy._precision_argument: home.plugins.Precision | None,
+    }
+    positional = [name for name in ORIGINALS if name in arguments_of(table)]
     common = {
-        "__doc__": strategy.__doc__,
-        "__module__": strategy.__module__,
-        "_tree": tree,
         "_home": home,
-        "_fabric": tree.fabric,
         "_warn": staticmethod(home.utilities.rank_zero.rank_zero_warn),
         "_launcher_class": home.strategies.launchers._SubprocessScriptLauncher,
         "_misconfiguration": home.utilities.exceptions.MisconfigurationException,
     }
-    return type(name, (strategy, home.strategies.ParallelStrategy), common | parts)
+    plain = home.strategies.ParallelStrategy
+    made = made_for(tree, strategy._call, strategy, plain, **common, **parts)
+    return taking(table, positional, types)(made)

@@ -4,33 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import LOSS_SCALING
+from gemini_strategy import state
 from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
-from gemini_strategy.parameters import stand_in
-from gemini_strategy.parameters.slot import Slot
-from gemini_strategy.state import model_state_dict
 from gemini_strategy.weights.initial_values import silent_modules
-
-# Those of the strategy's arguments that manage() gets as they are.
-ENGINE_ARGUMENTS = (
-    "device_budget",
-    "host_budget",
-    "placement_policy",
-    "chunk_size",
-    "block_size",
-    "chunk_search_range",
-    "chunk_search_n_grids",
-    "min_chunk_size",
-    "gpu_margin_mem_ratio",
-    "gradient_dtype",
-    "force_outputs_fp32",
-    *LOSS_SCALING,
-    "threads",
-)
 
 
 def engines_of_parts(module: nn.Module) -> list[Any]:
@@ -62,21 +42,7 @@ def masters_of(module: nn.Module, rank0_only: bool, for_file: bool = False) -> d
     engine = gs.engine_of(module)
     if engine is None:
         return module.state_dict()
-    root = 0 if rank0_only else None
-    if engine.model is module and type(module).state_dict is nn.Module.state_dict:
-        return model_state_dict(engine._runtime, True, root, for_file)
-    # The module has its own idea of what is saved: its keys and shapes, our masters.
-    state = dict(module.state_dict())
-    masters: dict[nn.Parameter, Tensor] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        value, slot = state.get(name), getattr(parameter, "_gm_slot", None)
-        if slot is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
-            continue
-        if parameter not in masters:
-            read = stand_in.master if for_file else Slot.read_master
-            masters[parameter] = read(slot, root)
-        state[name] = masters[parameter]
-    return {} if rank0_only and engine.ranks.rank else state
+    return state.masters_of(engine._runtime, module, 0 if rank0_only else None, for_file)
 
 
 def materialize(module: nn.Module, warn: Callable[[str], None]) -> None:

@@ -13,12 +13,10 @@
 import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import gemini_strategy as gs
@@ -31,10 +29,10 @@ from gemini_strategy.lightning.engines import (
 )
 from gemini_strategy.lightning.precision import fabric_precision_class, plugin_property
 from gemini_strategy.lightning.ranks import is_mappable, load_mapped
+from gemini_strategy.lightning.settings import OfFabric
 from gemini_strategy.lightning.trees import Tree
 from gemini_strategy.roots import title
 from gemini_strategy.weakly import WeakSet
-from gemini_strategy.weights.loading import Weights
 
 # The engines that a Fabric's strategy made.
 _made: "WeakSet[Any]" = WeakSet()
@@ -62,18 +60,7 @@ class FabricStrategy(EngineStrategy):
     (0, 1]. They are of each model that is set up.
 
     Args:
-        chunk_size, enable_distributed_storage, placement_policy, gpu_margin_mem_ratio, chunk_search_range,
-            chunk_search_n_grids, min_chunk_size, initial_scale, min_scale, growth_factor, backoff_factor,
-            growth_interval, hysteresis, max_scale, device_budget, host_budget, gradient_dtype, block_size, threads,
-            timeout, process_group_backend, weights, missing, device_mesh: as in
-            :data:`gemini_strategy.lightning.GeminiStrategy`.
-        accelerator: the tree's ``CPUAccelerator`` or ``CUDAAccelerator``; normally ``Fabric(accelerator=...)``.
-        parallel_devices: this machine's devices; normally ``Fabric(devices=...)``.
-        cluster_environment: a cluster environment of the tree; None: the one that Lightning finds.
-        checkpoint_io: how checkpoint files are written and read.
-        precision: ``Precision``, ``MixedPrecision`` or ``HalfPrecision`` of the tree's Fabric; it wins over
-            ``Fabric(precision=...)``.
-        report: print what is planned and what was measured, as ``gemini_strategy.manage(report=...)`` does.
+        given: OfFabric, in settings.py.
 
     Raises:
         ValueError, TypeError: an argument outside what is listed above.
@@ -82,47 +69,15 @@ class FabricStrategy(EngineStrategy):
     """
 
     _call = "GeminiFabricStrategy"
+    _table = OfFabric
     _runner = "Fabric"
     _precision_argument = "precision"
     _elsewhere = "fabric_strategy_class, for a Trainer strategy_class"
     _loaded: ClassVar = WeakSet()
 
-    def __init__(
-        self,
-        chunk_size: int | str | None = None,
-        enable_distributed_storage: bool = True,
-        placement_policy: Literal["auto", "cpu", "cuda"] = "auto",
-        gpu_margin_mem_ratio: float | None = None,
-        chunk_search_range: int | str | None = None,
-        chunk_search_n_grids: int | None = None,
-        min_chunk_size: int | str | None = None,
-        initial_scale: float = 2**16,
-        min_scale: float = 1,
-        growth_factor: float = 2,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 2**32,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        device_budget: int | float | str | None = None,
-        host_budget: int | float | str | None = None,
-        gradient_dtype: torch.dtype | str | None = None,
-        block_size: int | str | None = None,
-        threads: int | None = None,
-        timeout: timedelta | float = timedelta(seconds=300),
-        process_group_backend: str | None = None,
-        report: bool | None = None,
-        weights: Weights | None = None,
-        missing: Literal["refuse", "init"] = "refuse",
-        device_mesh: tuple[int, int] | DeviceMesh | Literal["hybrid"] | None = None,
-    ) -> None:
+    def __init__(self, **given: Unpack[OfFabric]) -> None:
         self._mine: WeakSet[Any] = WeakSet()
-        # Fabric's precision casts the outputs.
-        super().__init__({**locals(), "force_outputs_fp32": False})
+        super().__init__(dict(given))
         self._backward_sync_control = _EveryBackward()
 
     precision = plugin_property("_precision", fabric_precision_class)
@@ -374,4 +329,4 @@ def build_fabric_strategy(tree: Tree) -> type:
         with self._explaining():
             base.backward(self, *args, **kwargs)
 
-    return joined("GeminiFabricStrategy", FabricStrategy, fabric, tree, backward=backward)
+    return joined(FabricStrategy, fabric, tree, backward=backward)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gemini_strategy.lightning.engine_strategy import EngineStrategy
 from gemini_strategy.report import tables
 from gemini_strategy.report.logged import logged
 from gemini_strategy.weakly import WeakSet
@@ -23,13 +24,10 @@ _STEPPING = ("optimizer_step", "training_step")
 _shown: "WeakSet[Any]" = WeakSet()
 
 
-class StepLogs:
-    """To be inherited from before the tree's own strategy, by a class with the attribute `engine`."""
+class StepLogs(EngineStrategy):
+    """To be inherited from before the tree's own strategy."""
 
     _say: Callable[[str], None]  # the tree's rank_zero_info
-    engine: Any
-    lightning_module: Any
-    report: bool  # whether tables are told
     deferred_because: str | None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@
 
 import functools
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import gemini_strategy as gs
 from gemini_strategy.choices import PRECISIONS
-from gemini_strategy.lightning.trees import Tree, import_tree
+from gemini_strategy.lightning.trees import Tree, import_tree, made_for
 from gemini_strategy.precision import Precision, in_forward
 from gemini_strategy.weakly import WeakSet
 
@@ -128,7 +128,7 @@ class TrainerPrecision(EnginePrecision):
 
     def __init__(self, precision: str = "32-true") -> None:
         super().__init__(precision)
-        self._engine: Any = None
+        self._engine: Any = None  # whatever is trained has one
         self.ends_step = False  # the strategy's word on the backward that comes
 
     @classmethod
@@ -146,21 +146,15 @@ class TrainerPrecision(EnginePrecision):
         return apply_to_collection(data, Tensor, cast_floating, self.compute_dtype)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        if self._engine is not None:
-            tensor = self._engine._runtime.scale(tensor)
-        return super().pre_backward(tensor, module)
+        return super().pre_backward(self._engine._runtime.scale(tensor), module)
 
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         # Through LightningModule.backward, which users override.
         engine = self._engine
-        with ExitStack() as stack:
-            if engine is not None:
-                stack.enter_context(engine._runtime.explaining())
-                stack.enter_context(engine._runtime.accept_scaled())
-            if engine is not None and self.ends_step:
-                stack.enter_context(engine.ends_step())
+        ending = engine.ends_step() if self.ends_step else nullcontext()
+        with engine._runtime.explaining(), engine._runtime.accept_scaled(), ending:
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(
@@ -177,16 +171,10 @@ class TrainerPrecision(EnginePrecision):
         return optimizer.step(**kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        if self._engine is None:
-            super().clip_grad_by_norm(optimizer, clip_val)
-        else:
-            self._engine.clip_grad_norm_(clip_val)
+        self._engine.clip_grad_norm_(clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        if self._engine is None:
-            super().clip_grad_by_value(optimizer, clip_val)
-        else:
-            self._engine.clip_grad_value_(clip_val)
+        self._engine.clip_grad_value_(clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         scaler = None if self._engine is None else self._engine.scaler
@@ -279,22 +267,17 @@ class FabricPrecision(EnginePrecision):
         return found[0] if found else None
 
 
-def _joined(name: str, plugin: type, plain: type, tree: Tree) -> type:
-    parts = {"_tree": tree, "__module__": __name__, "__doc__": plugin.__doc__}
-    return type(name, (plugin, plain), parts)
-
-
 @functools.cache
 def precision_class(tree: Tree) -> type:
     """The precision plugin class of `tree`; made at the first call. Under this name checkpoints have the scale."""
-    return _joined("GeminiPrecision", TrainerPrecision, tree.pl.plugins.Precision, tree)
+    return made_for(tree, "GeminiPrecision", TrainerPrecision, tree.pl.plugins.Precision)
 
 
 @functools.cache
 def fabric_precision_class(tree: Tree) -> type:
     """The precision plugin class of the Fabric of `tree`; made at the first call."""
     plain = tree.fabric.plugins.precision.Precision
-    return _joined("GeminiFabricPrecision", FabricPrecision, plain, tree)
+    return made_for(tree, "GeminiFabricPrecision", FabricPrecision, plain)
 
 
 def plugin_property(attribute: str, class_of: Callable[[Tree], type]) -> Any:

@@ -12,11 +12,10 @@
 
 import copy
 import zipfile
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,10 +26,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini_strategy import _torch
-from gemini_strategy.arguments import Arguments, refuse_unknown
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
+from gemini_strategy.lightning.trees import Tree
 
-PROCESS_GROUP_BACKENDS = (None, "nccl", "gloo", "cpu:gloo,cuda:nccl")
 MAPPED_BYTES = 1 << 20  # smaller tensors of a checkpoint are read, not mapped
 TRAINERS_NAMES = ("state_dict", "optimizer_states")  # of what is copied into chunks
 MESH_NAMES = ("replicate", "shard")
@@ -65,14 +63,13 @@ def _asked(name: str, alone: int, doc: str) -> Any:
 class RankProcesses:
     """To be inherited from before the tree's `ParallelStrategy`."""
 
-    _fabric: ModuleType
+    _tree: Tree
     _call: str  # what makes the strategy, for errors,
     _runner: str  # and what uses it: "Trainer" or "Fabric"
     _launcher_class: type
     _misconfiguration: type[Exception]
     accelerator: Any
     cluster_environment: Any
-    enable_distributed_storage: bool
     launcher: Any
     process_group_backend: str | None
     timeout: timedelta
@@ -81,11 +78,6 @@ class RankProcesses:
     _num_nodes = 1
     _mesh: DeviceMesh | None = None  # what it means for this run,
     _mesh_of: Any = None  # which has this default group
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Before Python does, which knows no near name.
-        refuse_unknown(cls._call, cls.__init__, kwargs)
-        return super().__new__(cls)
 
     def _engines(self) -> Iterable[Any]:
         """The open engines that these ranks have together."""
@@ -138,7 +130,7 @@ class RankProcesses:
         )
         environment.set_world_size(self.num_nodes * self.num_processes)
         # Where somebody else starts the processes, the setters do nothing: the getter knows.
-        for only in (rank_zero_only, self._fabric.utilities.rank_zero.rank_zero_only):
+        for only in (rank_zero_only, self._tree.fabric.utilities.rank_zero.rank_zero_only):
             only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
@@ -172,8 +164,8 @@ class RankProcesses:
             self._join()
 
     def _join(self) -> None:
-        distributed = self._fabric.utilities.distributed
-        self._fabric.utilities.seed.reset_seed()  # the launched processes have not called seed_everything yet
+        distributed = self._tree.fabric.utilities.distributed
+        self._tree.fabric.utilities.seed.reset_seed()  # the launched processes have not called seed_everything yet
         self.set_world_ranks()
         device = self.root_device
         if self.process_group_backend == "nccl" and device.type == "cpu":
@@ -234,11 +226,7 @@ class RankProcesses:
     def _rank_arguments(self) -> dict[str, Any]:
         """What manage() is told of the ranks."""
         if self.is_distributed:
-            return {
-                "mesh": self._mesh,
-                "enable_distributed_storage": self.enable_distributed_storage,
-                "timeout": self.timeout.total_seconds(),
-            }
+            return {"mesh": self._mesh, "timeout": self.timeout.total_seconds()}
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # One device, in a process that is one of several: this engine is its own.
             rank = dist.get_rank()
@@ -283,11 +271,8 @@ class RankProcesses:
             # Lightning adds no dimension for the ranks when there is only one.
             return tensor
         moved = tensor.to(self._device_of(group))
-        with (
-            self._named(f"all_gather of {tuple(tensor.shape)}"),
-            nullcontext() if sync_grads else torch.no_grad(),
-        ):
-            gathered: Tensor = _Gathered.apply(moved, group)  # type: ignore[no-untyped-call]
+        with self._named(f"all_gather of {tuple(tensor.shape)}"):
+            gathered: Tensor = super().all_gather(moved, group, sync_grads)  # type: ignore[misc]
         return gathered.to(tensor.device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -347,26 +332,6 @@ class RankProcesses:
             yield
 
 
-class _Gathered(torch.autograd.Function):
-    """The tensors of a group, stacked; backward adds up what all ranks made of this one's."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        rows = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(rows, tensor.contiguous(), group)
-        return torch.stack(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, dist.ReduceOp.SUM, ctx.group)
-        return total[dist.get_rank(ctx.group)], None
-
-
 def is_mappable(path: Any) -> bool:
     return Path(path).is_file() and zipfile.is_zipfile(path)
 
@@ -402,37 +367,6 @@ def _owned(value: Any, own: Callable[[Tensor], Tensor]) -> Any:
         value.update({n: apply_to_collection(v, Tensor, own) for n, v in value.items()})
         return value
     return apply_to_collection(value, Tensor, own)
-
-
-def checked_timeout(call: str, given: Mapping[str, Any]) -> timedelta:
-    """The arguments that say how several processes share; gives the timeout.
-
-    Raises:
-        ValueError: process_group_backend, device_mesh or timeout cannot be.
-    """
-    arguments = Arguments(call, given)
-    arguments.check_choice("process_group_backend", PROCESS_GROUP_BACKENDS)
-    mesh, timeout = given["device_mesh"], given["timeout"]
-    allowed = "None, (replicas, shards), 'hybrid' or a DeviceMesh of one or two dimensions"
-    arguments.check(_is_mesh(mesh), "device_mesh", allowed)
-    if mesh is not None and not given["enable_distributed_storage"]:
-        raise ValueError(
-            f"{call}(enable_distributed_storage=False, device_mesh=...): without shared chunks there is nothing to"
-            " share over a mesh; give one of the two."
-        )
-    if not isinstance(timeout, timedelta):
-        arguments.check_number("timeout", 0, 1e9, is_exclusive=True)
-        timeout = timedelta(seconds=timeout)
-    arguments.check(timeout > timedelta(0), "timeout", "a timedelta longer than 0, or seconds")
-    return timeout
-
-
-def _is_mesh(mesh: Any) -> bool:
-    if isinstance(mesh, tuple | list):
-        return len(mesh) == 2 and all(type(size) is int and size >= 1 for size in mesh)
-    if isinstance(mesh, DeviceMesh):
-        return mesh.ndim in (1, 2)
-    return mesh is None or mesh == "hybrid"
 
 
 def _operation(reduce_op: Any) -> str:

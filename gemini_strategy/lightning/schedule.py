@@ -17,9 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.lightning.engine_strategy import EngineStrategy
 from gemini_strategy.optim.managed import is_wrapped, who_needs_gradients
-
-UPDATE_SCHEDULES = ("auto", "deferred")
 
 # Hooks that may read or change gradients between their backward and the next one.
 _MODULE_HOOKS = (
@@ -38,28 +37,16 @@ _WAY_OUT = (
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
-class StepSchedule:
+class StepSchedule(EngineStrategy):
     """To be inherited from before the tree's own strategy.
 
     Attributes:
-        update_schedule: one of `UPDATE_SCHEDULES`.
+        update_schedule: "auto" or "deferred".
         deferred_because: why the last step was deferred; None: its updates could run inside backward.
     """
 
-    _home: ModuleType  # the tree's module with Trainer in it
-    engine: Any
-    lightning_module: Any
-    precision_plugin: Any
-    cluster_environment: Any
     update_schedule: str
     deferred_because: str | None = None
-    _has_started = False  # the stage's own loop runs, no search in a hook before it
-
-    def barrier(self, name: str | None = None) -> None:
-        super().barrier(name)  # type: ignore[misc]
-        # "run-stage" is the Trainer's last call before the loop. The batch size finder trains before it, in
-        # on_fit_start, and goes on after an error in backward.
-        self._has_started = self._has_started or name == "run-stage"
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)  # type: ignore[misc]

@@ -14,14 +14,11 @@
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from types import FunctionType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Unpack
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import gemini_strategy as gs
@@ -32,11 +29,11 @@ from gemini_strategy.lightning.engine_strategy import EngineStrategy, joined
 from gemini_strategy.lightning.engines import engines_of_parts
 from gemini_strategy.lightning.logs import StepLogs
 from gemini_strategy.lightning.precision import cast_floating, plugin_property, precision_class
-from gemini_strategy.lightning.schedule import UPDATE_SCHEDULES, StepSchedule, saves_after_errors
+from gemini_strategy.lightning.schedule import StepSchedule, saves_after_errors
+from gemini_strategy.lightning.settings import OfTrainer
 from gemini_strategy.lightning.trainer_ranks import TrainerRanks
 from gemini_strategy.lightning.trees import Tree
 from gemini_strategy.weakly import WeakSet, WeakTable
-from gemini_strategy.weights.loading import Weights
 
 # How each engine that a strategy made was configured: (device, precision, arguments of gs.manage).
 _configurations: WeakTable[Any, tuple[Any, ...]] = WeakTable()
@@ -64,66 +61,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
     (0, 1].
 
     Args:
-        use_chunk: must be True: parameters always live in chunks.
-        chunk_size: bytes of weights in one chunk; None: chosen from the model and the budget, or searched for.
-        enable_distributed_storage: whether ranks share the chunks (True) or each keeps all (False). One device
-            holds every chunk either way, so both values are the same there.
-        placement_policy: ``"auto"`` (within the budget), ``"cuda"`` (everything on the device), ``"cpu"`` (a
-            unit's chunks leave the device when the unit has run: least device memory).
-        force_outputs_fp32: cast half-precision tensors to fp32 in what the module's ``forward`` and its
-            ``*_step`` methods return.
-        gpu_margin_mem_ratio: share, 0 to 1, of the device memory left beside all weights that optimizer states
-            may use; None: all of it. With ``placement_policy="auto"`` only.
-        chunk_search_range: how far above `min_chunk_size` chunk sizes are searched, bytes of weights. Giving this
-            or one of the next two asks for the search; what is then left None is 64 MiB, 4096 or 32 MiB.
-        chunk_search_n_grids: number of steps in that range.
-        min_chunk_size: smallest chunk size that the search considers, bytes of weights.
-        initial_scale: first loss scale (``"16-mixed"`` only, like the six that follow).
-        min_scale: the loss scale never falls below this.
-        growth_factor: factor of growth, more than 1.
-        backoff_factor: factor after an overflow, between 0 and 1.
-        growth_interval: steps without overflow before the scale grows.
-        hysteresis: overflows in a row that are forgiven before the scale shrinks (1: none).
-        max_scale: the loss scale never rises above this.
-        accelerator: the tree's ``CPUAccelerator`` or ``CUDAAccelerator``; normally ``Trainer(accelerator=...)``.
-        parallel_devices: this machine's devices; normally ``Trainer(devices=...)``.
-        cluster_environment: a cluster environment of the tree; None: the one that Lightning finds.
-        checkpoint_io: how checkpoint files are written and read.
-        precision_plugin: ``Precision``, ``MixedPrecision`` or ``HalfPrecision`` of the tree; it wins over
-            ``Trainer(precision=...)``.
-        device_budget: most memory on the device; None: what is there. On CUDA it counts everything this process
-            holds on the GPU, on a CPU host what the engine places on the host device.
-        host_budget: most host memory that the engine takes; None: what is there.
-        gradient_dtype: dtype in which gradients are kept and accumulated: None for the parameter's compute
-            dtype, or fp32 (``torch.float32`` or ``"float32"``).
-        block_size: size of a block of device memory; None lets the engine choose.
-        threads: threads for the update on the CPU; None: the cores this process may use, less two beside a GPU.
-        update_schedule: ``"auto"``: updates run inside the backward that ends a step when nothing needs its
-            gradients afterwards (no clipping, no loss scale, no hook of the module or a callback that may read
-            them), and under the next forward otherwise; ``"deferred"``: always under the next forward. The bits
-            are the same. An error inside a backward that updates closes the engine.
-        weights: a safetensors file or a Hugging Face folder that the module begins with, or such paths by the name
-            of the submodule that each is of; see ``gemini_strategy.manage``. A checkpoint comes after it. Best
-            with a module that ``configure_model`` builds on the meta device.
-        missing: a parameter on the meta device that `weights` do not name is refused (``"refuse"``) or gets its
-            module's own initial values (``"init"``).
-        report: tell the table of the plan when there is one, and at the end what was planned beside what was
-            measured, at Lightning's log level INFO.
-        timeout: how long one collective between several devices may take, a timedelta or seconds. One device makes
-            none.
-        process_group_backend: what torch.distributed uses for the collectives of Lightning and the module, with
-            several devices: ``"nccl"``, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; None: as the devices are. The
-            engine's own collectives do not use it.
-        device_mesh: how several devices share the chunks: ``(replicas, shards)``, a ``DeviceMesh`` of one
-            dimension (shards) or two (replicas, shards), or ``"hybrid"`` for a replica on each machine, shared by
-            its devices. None: all devices share them.
-        checkpoint_weights_only: `weights_only` of ``torch.load`` where ``fit``, ``validate``, ``test`` or
-            ``predict`` were given none. None: torch's default, which loads nothing but tensors and plain values;
-            False for trusted files with other objects in them.
-        state_dict_type: ``"full"``: a checkpoint is one file, which rank 0 writes and any strategy loads.
-            ``"sharded"``: it is a folder, to which each rank writes its part straight from where it is: the host
-            needs no second copy of the model. Any number of devices goes on from it, random numbers included, and
-            ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes one file of it.
+        given: OfTrainer, in settings.py.
 
     Raises:
         ValueError, TypeError: an argument outside what is listed above.
@@ -132,64 +70,19 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
     """
 
     _call = "GeminiStrategy"
+    _table = OfTrainer
     _precision_argument = "precision_plugin"
     _elsewhere = "strategy_class, for Fabric fabric_strategy_class"
     _loaded: ClassVar = WeakSet()
     _averaging: tuple[type, ...]  # callbacks that copy the module
 
-    def __init__(
-        self,
-        use_chunk: bool = True,
-        chunk_size: int | str | None = None,
-        enable_distributed_storage: bool = True,
-        placement_policy: Literal["auto", "cpu", "cuda"] = "auto",
-        force_outputs_fp32: bool = False,
-        gpu_margin_mem_ratio: float | None = None,
-        chunk_search_range: int | str | None = None,
-        chunk_search_n_grids: int | None = None,
-        min_chunk_size: int | str | None = None,
-        initial_scale: float = 2**16,
-        min_scale: float = 1,
-        growth_factor: float = 2,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 2**32,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        device_budget: int | float | str | None = None,
-        host_budget: int | float | str | None = None,
-        gradient_dtype: torch.dtype | str | None = None,
-        block_size: int | str | None = None,
-        threads: int | None = None,
-        timeout: timedelta | float = timedelta(seconds=300),
-        process_group_backend: str | None = None,
-        checkpoint_weights_only: bool | None = None,
-        state_dict_type: Literal["full", "sharded"] = "full",
-        update_schedule: Literal["auto", "deferred"] = "auto",
-        report: bool = True,
-        weights: Weights | None = None,
-        missing: Literal["refuse", "init"] = "refuse",
-        device_mesh: tuple[int, int] | DeviceMesh | Literal["hybrid"] | None = None,
-    ) -> None:
-        super().__init__(dict(locals()))
-        self.force_outputs_fp32 = force_outputs_fp32
-        self.checkpoint_weights_only = checkpoint_weights_only
-        self.state_dict_type = state_dict_type
-        self.update_schedule = update_schedule
-
-    def _check(self, given: dict[str, Any]) -> None:
-        arguments = Arguments(self._call, given)
-        arguments.check_number("min_scale", 0, None, is_exclusive=True)
-        is_true = given["use_chunk"] is True
-        arguments.check(is_true, "use_chunk", "True: parameters always live in chunks")
-        arguments.check_choice("checkpoint_weights_only", (None, True, False))
-        arguments.check_choice("state_dict_type", ("full", "sharded"))
-        arguments.check_choice("update_schedule", UPDATE_SCHEDULES)
-        arguments.check_bool("report")
+    def __init__(self, **given: Unpack[OfTrainer]) -> None:
+        super().__init__(dict(given))
+        Arguments(self._call, given).check_number("min_scale", 0, None, is_exclusive=True)
+        self.force_outputs_fp32 = given["force_outputs_fp32"]
+        self.checkpoint_weights_only = given["checkpoint_weights_only"]
+        self.state_dict_type = given["state_dict_type"]
+        self.update_schedule = given["update_schedule"]
 
     precision_plugin = plugin_property("_precision_plugin", precision_class)
 
@@ -313,7 +206,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             self.root_device,
             self.precision_plugin.precision,
             tuple(sorted(self.engine_arguments.items(), key=lambda item: item[0])),
-            (self.world_size, self.device_mesh, self.enable_distributed_storage, self.timeout),
+            (self.world_size, self.device_mesh, self.timeout),
         )
 
     def _adopt(self, module: nn.Module, reuse: bool) -> Any:
@@ -398,28 +291,11 @@ def build_strategy(tree: Tree) -> type:
     pl = tree.pl
     averaging = ("StochasticWeightAveraging", "WeightAveraging")
     return joined(
-        "GeminiStrategy",
         Strategy,
         pl,
         tree,
-        __init__=_init_for(tree),
         _say=staticmethod(pl.utilities.rank_zero.rank_zero_info),
         _averaging=tuple(
             getattr(pl.callbacks, name) for name in averaging if hasattr(pl.callbacks, name)
         ),
     )
-
-
-def _init_for(tree: Tree) -> FunctionType:
-    """Strategy's, annotated with the classes of `tree`, from which LightningCLI makes what a config file asks for."""
-    plain = Strategy.__init__
-    init = FunctionType(
-        plain.__code__, plain.__globals__, "__init__", plain.__defaults__, plain.__closure__
-    )
-    init.__annotations__ = plain.__annotations__ | {
-        "accelerator": tree.pl.accelerators.Accelerator | None,
-        "cluster_environment": tree.fabric.plugins.ClusterEnvironment | None,
-        "checkpoint_io": tree.fabric.plugins.CheckpointIO | None,
-        "precision_plugin": tree.pl.plugins.Precision | None,
-    }
-    return init

@@ -26,6 +26,7 @@ class TrainerRanks(RankProcesses):
 
     _runner = "Trainer"
     engine: Any
+    _has_started = False  # the stage's own loop runs, no search in a hook before it
     _requeue: "_Requeue | None" = None
 
     def _engines(self) -> Iterable[Any]:
@@ -33,7 +34,10 @@ class TrainerRanks(RankProcesses):
 
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
-        if name == "run-stage":  # the Trainer has its signal handlers, and goes on to its loop
+        # "run-stage" is the Trainer's last call before the loop; it has its signal handlers. The batch size finder
+        # trains before it, in on_fit_start, and goes on after an error in backward.
+        if name == "run-stage":
+            self._has_started = True
             self._defer_requeue()
 
     def _defer_requeue(self) -> None:

@@ -55,6 +55,12 @@ class Tree:
         )
 
 
+def made_for(tree: Tree, name: str, ours: type, plain: type, **parts: Any) -> type:
+    """A class of ours for a tree, whose own class it derives from."""
+    common = {"__doc__": ours.__doc__, "__module__": ours.__module__, "_tree": tree}
+    return type(name, (ours, plain), common | parts)
+
+
 def import_tree(name: str) -> Tree:
     """Each tree, when it is imported, takes the log of both for its own: the one that came first keeps it."""
     is_first = not any(module in sys.modules for pair in MODULES.values() for module in pair)

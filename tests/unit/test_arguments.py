@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -205,6 +206,33 @@ def test_strategies_name_the_near_one_too() -> None:
         text = rf"{strategy.__name__}\(\) has no argument 'device_buget'; did you mean 'device_budget'\?"
         with pytest.raises(TypeError, match=text):
             strategy(device_buget="24GB")
+
+
+@pytest.mark.parametrize("name", ["GeminiStrategy", "GeminiFabricStrategy"])
+def test_a_strategy_derived_with_arguments_of_its_own(name: str) -> None:
+    from gemini_strategy import lightning
+
+    class Mine(getattr(lightning, name)):  # type: ignore[misc]
+        def __init__(self, mine: int, **given: Any) -> None:
+            super().__init__(**given)
+            self.mine = mine
+
+    strategy = Mine(3, device_budget="64MiB")
+    assert (strategy.mine, strategy.engine_arguments["device_budget"]) == (3, "64MiB")
+    with pytest.raises(TypeError, match=rf"{name}\(\) has no argument 'device_buget'"):
+        Mine(3, device_buget="64MiB")
+
+
+def test_each_argument_is_documented_where_it_is_taken() -> None:
+    from gemini_strategy import lightning
+    from gemini_strategy.huggingface import GeminiPlugin
+
+    doors = (gs.manage, gs.LossScaler, GeminiPlugin)
+    for door in (*doors, lightning.GeminiStrategy, lightning.GeminiFabricStrategy):
+        assert door.__doc__ is not None and "given:" not in door.__doc__
+        for name, parameter in inspect.signature(door).parameters.items():
+            assert parameter.kind is not parameter.VAR_KEYWORD
+            assert door.__doc__.count(f"\n        {name}: ") == 1, (door, name)
 
 
 def test_choices_are_types() -> None:
