@@ -104,7 +104,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
         "accelerate": f"{_ACCELERATE}the_bits_of_a_loop_by_hand[bf16]",
     },
     "gradient accumulation": {
-        "plain": "unit/test_accumulation.py::test_micro_batches[auto-bf16-mixed-None]",
+        "plain": "unit/test_accumulation.py::test_shapes_of_trouble",
         "lightning": f"{_FIT}accumulation_with_leftovers[4-bf16-mixed]",
         "fabric": f"{_FABRIC}accumulation_without_sync_is_accumulation[bf16-mixed]",
         "trainer": f"{_TRAINER}settings_of_the_trainer[remainder]",
@@ -148,7 +148,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
         "trainer": f"{_TRL}grpo",
     },
     "activation checkpointing": {
-        "plain": "unit/test_transformers.py::test_family[llama_checkpointed-bf16-true]",
+        "plain": "unit/test_transformers.py::test_family[llama_checkpointed-32-true]",
         "trainer": f"{_TRAINER}settings_of_the_trainer[checkpointing]",
     },
     "a resumed run is the one that went on, bit for bit": {

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
-from helpers.pairs import pairs
 from helpers.reference import (
     Plain,
     Recipe,
@@ -53,18 +52,8 @@ def _micro(run: Plain, step: int, case: Case = CASE) -> None:
     run.backward(case.loss(run, case.batch(step)))
 
 
-@pairs(
-    policy=["cpu", "auto", "cuda"],
-    precision=["32-true", "bf16-true", "bf16-mixed", "16-mixed"],
-    gradient_dtype=[None, torch.float32],
-)
-def test_micro_batches(policy: str, precision: str, gradient_dtype: torch.dtype | None) -> None:
-    recipe = Recipe(precision=precision, accumulate=4, clip=0.3, gradient_dtype=gradient_dtype)
-    _both(lambda run: drive(run, CASE, 5), recipe, placement_policy=policy)
-
-
 def test_fp32_accumulation_differs_from_bf16() -> None:
-    """Guards the test above: the two gradient dtypes really are two things."""
+    """Guards test_exact.py, which trains with both: the two gradient dtypes really are two things."""
     outcomes = []
     for dtype in (None, torch.float32):
         run = plain(CASE.build, Recipe(precision="bf16-true", accumulate=4, gradient_dtype=dtype))
@@ -146,16 +135,6 @@ def test_step_twice_uses_the_gradients_twice() -> None:
         drive(run, CASE, 2)
 
     _both(script, Recipe())
-
-
-def test_gradients_survive_a_step_without_zero_grad() -> None:
-    def script(run: Plain) -> None:
-        for step in range(4):
-            _micro(run, step)
-            run.optimizer.step()
-        run.zero_grad()
-
-    _both(script, Recipe(precision="bf16-true"))
 
 
 def test_zero_grad_to_zeros_updates_with_zero() -> None:

@@ -44,35 +44,48 @@ PRECISIONS = ("bf16-true", "16-mixed", "32-true")
 # ---- exact ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "how",
+    ("precision", "how"),
     [
-        {},
-        {"placement_policy": "cpu", "chunk_size": 4096},
-        {"placement_policy": "cuda"},
-        {"chunk_size": 4096, "device_budget": 1 << 20},
+        ("bf16-true", {}),
+        ("16-mixed", {"placement_policy": "cpu", "chunk_size": 4096}),
+        ("32-true", {"placement_policy": "cuda"}),
+        ("bf16-true", {"chunk_size": 4096, "device_budget": 1 << 20}),
     ],
     ids=["auto", "cpu", "cuda", "budget"],
 )
 def test_resume_is_exact(precision: str, how: dict[str, Any], tmp_path: Path) -> None:
-    """Another engine, made otherwise, goes on as the first one does: 50 steps, its random numbers included."""
+    """Another engine, made otherwise, goes on as the first one does: 12 steps, its random numbers included."""
     with make(precision=precision) as engine:
         train(engine, 4)
         engine.save(tmp_path / "saved", {"step": 4})
         saved = state_of(engine)
-        want_losses, want = train(engine, 50), state_of(engine)
+        want_losses, want = train(engine, 12), state_of(engine)
     with make(seed=9, precision=precision, **how) as again:
         train(again, 1)
         assert again.load(tmp_path / "saved") == {"step": 4}
         assert state_of(again) == saved
-        assert train(again, 50) == want_losses
+        assert train(again, 12) == want_losses
         assert state_of(again) == want
-        assert again.model.calls == 54
+        assert again.model.calls == 16
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_model_of_the_zoo(case: Any, tmp_path: Path) -> None:
+STORED = {  # other models of the zoo differ in what they compute, not in what is stored
+    "batch_norm",
+    "embedding_max_norm",
+    "lora",
+    "lstm",
+    "parameter_list_and_dict",
+    "parametrizations",
+    "rope_buffers",
+    "shared_module_under_two_names",
+    "tied_three_ways",
+    "unused_parameters",
+}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in STORED], ids=repr)
+def test_models_of_the_zoo(case: Any, tmp_path: Path) -> None:
     recipe = Recipe(case.precisions[-1], steps=6)
     reference = plain(case.build, recipe)
     drive(reference, case, 6)
@@ -367,10 +380,10 @@ def test_every_truncated_or_flipped_file_is_found(tmp_path: Path) -> None:
         used = _used_bytes(folder)
         for name in ("__0_0.distcp", "manifest.json"):
             whole = (folder / name).read_bytes()
-            cuts = [0, 1, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(10))]
+            cuts = [0, 1, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(4))]
             flips = [
                 draw.choice(used) if name[0] == "_" else draw.randrange(len(whole))
-                for _ in range(40)
+                for _ in range(16)
             ]
             damaged = [whole[:at] for at in cuts] + [whole + b"\0"]
             damaged += [

@@ -167,7 +167,7 @@ def test_the_order_in_which_it_becomes_durable(
 
 # ---- kill -9 -------------------------------------------------------------------------------------
 
-N_KILLS = int(os.environ.get("KILLS", "200"))  # in ten runs
+N_KILLS = int(os.environ.get("KILLS", "80"))  # in four runs
 
 
 @pytest.fixture(scope="module")
@@ -234,13 +234,13 @@ def _moment(new: set[Path]) -> str:
     return "beside a whole folder" if is_whole else "beside an unfinished folder"
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(4))
 def test_kill_at_any_moment_loses_no_checkpoint(part: int, tmp_path: Path, forks: Forks) -> None:
     """Each process goes on from what the one before has left: the state of the step that it says, to the bit.
 
     Prints (`pytest -rP`) at which moments the kills came.
     """
-    n = N_KILLS // 10
+    n = N_KILLS // 4
     moments: Counter[str] = Counter()
     ended = forks.run(f"{__name__}:digests", 4 * n + 4)[0]
     assert ended.value is not None, ended.how

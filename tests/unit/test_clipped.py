@@ -128,7 +128,7 @@ def _one_is_written(run: Plain) -> None:
 @pairs(
     script=[_accumulate, _step_twice, _clip_twice, _clamp, _one_is_cleared, _one_is_written],
     precision=PRECISIONS,
-    policy=["cpu", "auto", "cuda"],
+    policy=["cpu", "auto"],
 )
 def test_a_loop_that_keeps_its_gradients(
     script: Callable[[Plain], None], precision: str, policy: str

@@ -64,8 +64,9 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"), [*((name, "auto") for name in MODELS), ("lora", "cpu"), ("tied", "cuda")]
+)
 def test_what_is_planned_is_what_a_run_plans(
     name: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,13 +115,12 @@ def planned_rank(rank: int, size: int, arguments: dict[str, Any]) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu"])
 def test_ranks_plan_what_is_planned_for_them(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = dict.fromkeys(REFERENCE, 1.0)
     monkeypatch.setenv("GEMINI_RATES", ",".join(f"{key}={value}" for key, value in slow.items()))
-    arguments = {"precision": "bf16-mixed", "placement_policy": policy, "device_budget": "0.8MB"}
+    arguments = {"precision": "bf16-mixed", "device_budget": "0.8MB"}
     result = gs.estimate(llama(), INPUTS, device="cpu", gpu=machine(**slow), ranks=2, **arguments)
     plan = result.schedules[0].plan
     expected = {**{key: result.stats[key] for key in RUN_SAYS}, "hash": plan["hash"], "shards": 2}

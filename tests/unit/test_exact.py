@@ -1,6 +1,6 @@
 """The promise: the same bits for every policy, budget, chunk size and precision.
 
-Each managed run trains 50 steps in train mode with dropout and is compared with the unmanaged reference:
+Each managed run trains 24 steps in train mode with dropout and is compared with the unmanaged reference:
 losses, gradient norms, loss scales, weights, fp32 masters and both moments, bit for bit.  Clipping,
 accumulation, the gradient dtype and the Adam mode alternate over the grid so that every pair of values
 meets.  Policy "cuda" below the training state must refuse before the first step.
@@ -31,7 +31,7 @@ from helpers.zoo import mlp_case
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 
-STEPS = 50
+STEPS = 24
 CASE = mlp_case(width=48, depth=3, p=0.1)
 POLICIES = ("cuda", "cpu", "auto")
 BUDGETS = (1.0, 0.6, 0.35)
@@ -134,7 +134,7 @@ def test_grid_is_complete() -> None:
         assert {(case[a], case[b]) for case in trained} == want, (a, b)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_matter(threads: int) -> None:
     recipe = _recipe("bf16-true", 1)
     run = managed(CASE.build, recipe, chunk_size=4096, placement_policy="cpu", threads=threads)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import gemini_strategy as gs
 from gemini_strategy import _torch
 from gemini_strategy.parameters import absent
+from helpers.pairs import pairs
 from helpers.ranks import run_ranks, values
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
@@ -97,9 +98,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("share", [0.3, 2.0])
-@pytest.mark.parametrize("is_cast", [False, True])
-@pytest.mark.parametrize("is_training", [False, True])
+@pairs(is_training=[False, True], is_cast=[False, True], share=[0.3, 2.0])
 def test_modules_go_the_way_that_they_go_unmanaged(
     is_training: bool, is_cast: bool, share: float, fast: list[str]
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import gemini_strategy as gs
 from helpers import chaos
+from helpers.pairs import turns
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -71,8 +72,7 @@ def finish(run: Managed, want: Plain) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
+@turns(precision=["32-true", "bf16-true", "bf16-mixed", "16-mixed"], evaluates=[False, True])
 def test_what_fits_has_none(precision: str, evaluates: bool, tmp_path: Path) -> None:
     """In no step, before and under a plan, nor for a checkpoint, a state dict or an evaluation that comes first."""
     recipe = Recipe(precision=precision, clip=0.5)

@@ -87,12 +87,14 @@ def _planned(
 # ---- the same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_zoo(case: Case) -> None:
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_zoo(number: int) -> None:
     """The zoo with little memory and with enough; each micro-batch says that it ends a step."""
-    for precision, share in zip(case.precisions, (2.0, max(0.5, case.floor)), strict=False):
-        recipe = Recipe(precision=precision, steps=5)
-        after = train_plain(case, recipe)[1]
+    case = CASES[number]
+    precisions = case.precisions[:2]  # not 16-mixed, whose loss scale makes it deferred
+    recipe = Recipe(precision=precisions[(number + 1) % len(precisions)], steps=5)
+    after = train_plain(case, recipe)[1]
+    for share in (max(0.5, case.floor), 2.0):
         run = _says_step(budgeted(case, recipe, share, chunk_size=4096))
         try:
             drive(run, case, recipe.steps)

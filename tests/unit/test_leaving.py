@@ -23,6 +23,7 @@ from torch import nn
 from torch.multiprocessing import get_context
 
 import gemini_strategy as gs
+from helpers.pairs import turns
 from helpers.reference import Recipe, assert_same_bits, drive, managed, plain
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -192,8 +193,7 @@ def _keys(model: nn.Module) -> dict[str, set[str]]:
     return tables
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+@turns(how=["pickle", "deepcopy", "torch.save"], precision=PRECISIONS)
 def test_a_copy_is_a_plain_models(how: str, precision: str) -> None:
     engine = trained(precision=precision)
     want = engine.model_state_dict()

@@ -23,6 +23,7 @@ import gemini_strategy as gs
 from gemini_strategy.optim import managed
 from gemini_strategy.parameters.slot import FORMATS
 from gemini_strategy.weights import files as weight_files
+from helpers.pairs import turns
 from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive
 from helpers.scripts import run_to_the_end
 from helpers.zoo import CASES, Case, Mlp, mlp_case
@@ -114,8 +115,8 @@ class _Snapshot:
 # ---- values from a file ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed", None])
+# More dtypes with each other: test_the_models_dtype_rounds_as_load_state_dict_does.
+@turns(precision=["32-true", "bf16-true", "bf16-mixed", "16-mixed", None], dtype=DTYPES)
 def test_bits_of_load_state_dict(precision: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     path = _save(_built(CASE.build), tmp_path / "some.safetensors", dtype)
     model = _blank(CASE.build)
@@ -364,14 +365,7 @@ def _tokens(step: int) -> Tensor:
     return torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.parametrize(
-    ("family", "precision", "shards"),  # each pair of values
-    [
-        (family, precision, ("50KB", "5GB")[(f + p) % 2])
-        for f, family in enumerate(FAMILIES)
-        for p, precision in enumerate(("32-true", "bf16-true", "16-mixed"))
-    ],
-)
+@turns(family=FAMILIES, precision=["32-true", "bf16-true", "16-mixed"], shards=["50KB", "5GB"])
 def test_transformers_folder(family: str, precision: str, shards: str, tmp_path: Path) -> None:
     build = FAMILIES[family]
     want = _built(build)
@@ -530,8 +524,7 @@ IN_ORDER = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("name", IN_ORDER)
+@turns(name=IN_ORDER, precision=["32-true", "bf16-true"])
 def test_initial_values_are_those_of_building(name: str, precision: str) -> None:
     case = BY_NAME[name]
     want = _built(case.build, seed=8)

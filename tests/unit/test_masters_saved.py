@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import gemini_strategy as gs
-from helpers.pairs import pairs
+from helpers.pairs import pairs, turns
 from helpers.ranks import run_ranks, values
 from helpers.reference import Plain, Recipe, assert_same_bits, assert_same_outcome, drive
 from helpers.sharded import Exact, ExactCase
@@ -146,8 +146,7 @@ def test_resume_from_before_the_first_step(precision: str, order: str) -> None:
     _same(run, want)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@turns(kind=KINDS, precision=PRECISIONS)
 def test_load_then_manage(kind: str, precision: str) -> None:
     want = _run(kind, precision)
     drive(want, _Case, 3)
@@ -192,8 +191,7 @@ def test_what_weights_lacked_before_they_trained_on_in_fp32_is_forgotten(precisi
                 assert_same_bits(masters[name], p, name)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
-@pytest.mark.parametrize("precision", ["32-true", *PRECISIONS])
+@turns(precision=["32-true", *PRECISIONS], kind=["AdamW", "Adam"])
 def test_plain_optimizers_of_torch_load_it(precision: str, kind: str) -> None:
     """And go on as with a state that has nothing of ours in it."""
     run = _run(kind, precision)
@@ -389,8 +387,7 @@ def check_resume(rank: int, size: int, order: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("order", ["weights", "optimizer"])
-@pytest.mark.parametrize("size", [2, 3])
+@turns(size=[2, 3], order=["weights", "optimizer"])
 def test_resume_on_ranks(size: int, order: str, tmp_path: Path) -> None:
     values(run_ranks(size, tmp_path, check_resume, order))
 

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import gemini_strategy as gs
 from gemini_strategy.parameters.slot import Slot
+from helpers.pairs import turns
 
 PRECISIONS = ("32-true", "bf16-true", "16-mixed")
 
@@ -70,8 +71,7 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", AVERAGES)
+@turns(kind=AVERAGES, precision=PRECISIONS)
 def test_an_average_has_the_bits_of_one_over_a_plain_model(precision: str, kind: str) -> None:
     """torch's own AveragedModel, made before manage() and updated after each step."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ import pytest
 
 import gemini_strategy as gs
 from helpers import chaos
+from helpers.pairs import pairs
 from helpers.reference import (
     Managed,
     Outcome,
@@ -50,9 +51,7 @@ def _run(clip: float | None, share: float, monkeypatch: pytest.MonkeyPatch, seed
     return managed(CASE.build, _recipe(clip), device_budget=budget, chunk_size=12 * 1024)
 
 
-@pytest.mark.parametrize("share", [1.2, 0.8])
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
-@pytest.mark.parametrize("clip", [0.35, None])
+@pairs(seed=[0, 1, 2, 3], share=[1.2, 0.8], clip=[0.35, None])
 def test_blocks_are_given_back_anywhere(
     clip: float | None, seed: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
 from gemini_strategy.errors import GuardError
+from helpers.pairs import turns
 from helpers.reference import assert_same_bits
 
 
@@ -83,8 +84,7 @@ CALLS: dict[str, Callable[[Net], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("call", CALLS)
+@turns(call=CALLS, precision=["bf16-mixed", "16-mixed"])
 def test_it_runs_and_gives_fp32_near_the_plain_models(call: str, precision: str) -> None:
     """Near: to what products of 16-bit numbers can differ by, of the largest value."""
     model, plain, engine = manage(precision)

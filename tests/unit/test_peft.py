@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import gemini_strategy as gs
 from gemini_strategy.checkpoint.contents import Field
 from gemini_strategy.parameters.slot import Slot
+from helpers.pairs import turns
 from helpers.reference import (
     Plain,
     Recipe,
@@ -110,8 +111,7 @@ def recipe(precision: str, groups: Any = trained) -> Recipe:
 # ---- kinds of adapters ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", KINDS)
+@turns(kind=KINDS, precision=["bf16-mixed", "32-true", "bf16-true"])
 def test_training_has_the_bits_of_the_plain_run(kind: str, precision: str) -> None:
     case, how = Case(kind), recipe(precision)
     reference, run = plain(case.build, how), managed(case.build, how, **TIGHT)
@@ -146,8 +146,10 @@ def test_merging_has_the_bits_of_the_plain_run(kind: str) -> None:
             assert_same_bits(its[name], value, name)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "modules to save", "target parameters", "IA3"])
+@turns(
+    kind=["LoRA", "DoRA", "modules to save", "target parameters", "IA3"],
+    precision=["bf16-true", "bf16-mixed", "16-mixed"],
+)
 def test_a_model_that_came_in_fp32_merges_in_fp32(kind: str, precision: str) -> None:
     """Masters of the adapters into the base's own values: what a plain fp32 model with both would give."""
     case = Case(kind)
@@ -176,8 +178,7 @@ def two_adapters() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("step", [False, True], ids=["clipped", "step in backward"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@turns(precision=["32-true", "bf16-true", "bf16-mixed"], step=[False, True])
 def test_adapters_are_switched_while_they_are_managed(precision: str, step: bool) -> None:
     """One that was frozen at manage() is trained from its fp32 values; the other one's states wait for it."""
     case, outcomes = Case("LoRA"), []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
-from helpers.pairs import pairs
+from helpers.pairs import pairs, turns
 from helpers.reference import (
     Plain,
     Recipe,
@@ -52,10 +52,9 @@ def _torch_trace(overflows: list[bool], **how: Any) -> list[float]:
     return trace
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.05, 0.3, 1.0])
-@pytest.mark.parametrize("interval", [1, 2, 7, 50])
-@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (4.0, 0.25), (1.5, 0.75)])
-def test_trace_equals_torch(rate: float, interval: int, growth: float, backoff: float) -> None:
+@pairs(rate=[0.05, 0.3, 1.0], interval=[1, 2, 7], factors=[(2.0, 0.5), (4.0, 0.25), (1.5, 0.75)])
+def test_trace_equals_torch(rate: float, interval: int, factors: tuple[float, float]) -> None:
+    growth, backoff = factors
     chance = random.Random(f"{rate}{interval}{growth}")
     overflows = [chance.random() < rate for _ in range(60)]
     want = _torch_trace(
@@ -331,9 +330,7 @@ def _bad(case: Case, where: int, value: float) -> Case:
     return Case("bad", case.build, batch, case.loss)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("policy", ["cpu", "cuda"])
+@pairs(policy=["cpu", "cuda"], clip=[None, 0.5], accumulate=[1, 3])
 def test_natural_overflow(policy: str, clip: float | None, accumulate: int) -> None:
     """A scale that starts far too high, and grows often: skips, backs off, trains; bits as unmanaged."""
     recipe = Recipe(
@@ -358,8 +355,7 @@ def test_natural_overflow(policy: str, clip: float | None, accumulate: int) -> N
         run.engine.close()
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("micro", [0, 2])
+@turns(value=[math.inf, -math.inf, math.nan], micro=[0, 2])
 def test_skip_leaves_every_bit(value: float, micro: int) -> None:
     recipe = Recipe(precision="16-mixed", accumulate=3, clip=1.0, hysteresis=1)
     case = _bad(CASE, 3 * 2 + micro, value)
@@ -403,8 +399,7 @@ def test_engine_trace_equals_torch() -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@turns(value=[math.inf, math.nan], precision=["32-true", "bf16-true"])
 def test_nonfinite_without_scaling_is_as_unmanaged(value: float, precision: str) -> None:
     """Without a loss scale nothing is skipped: NaNs arrive exactly as in the reference."""
     case = _bad(CASE, 2, value)

@@ -18,6 +18,7 @@ import gemini_strategy as gs
 from gemini_strategy.parameters import absent
 from gemini_strategy.parameters import quantized as quantized_weights
 from helpers.forked import Forks, values
+from helpers.pairs import turns
 from helpers.quantized_models import (
     KINDS,
     TIGHT,
@@ -57,12 +58,11 @@ def assert_same_outcomes(run: Managed, reference: Plain) -> None:
 # ---- training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("precision", "checkpointing"),
-    [("bf16-true", False), ("bf16-mixed", False), ("bf16-true", True)],
-    ids=["bf16-true", "bf16-mixed", "checkpointed"],
+@turns(
+    kind=KINDS,
+    precision=["bf16-true", "bf16-mixed", "bf16-true"],
+    checkpointing=[False, False, True],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_training_has_the_bits_of_the_plain_run(
     kind: str, precision: str, checkpointing: bool
 ) -> None:
@@ -155,8 +155,7 @@ def test_closed_copied_and_refused_it_is_the_model_that_it_was(kind: str) -> Non
         assert_same_bits(logits_of(each), managed_logits, what)
 
 
-@pytest.mark.parametrize("frozen", [True, False], ids=["whole", "without the base"])
-@pytest.mark.parametrize("kind", ["int8", "nf4 in bf16", "torchao int8"])
+@turns(kind=["int8", "nf4 in bf16", "torchao int8"], frozen=[True, False])
 def test_checkpoints_resume(kind: str, frozen: bool, tmp_path: Path) -> None:
     case, run = Case(kind), run_of(kind)
     drive(run, case, 2)

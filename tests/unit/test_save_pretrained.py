@@ -23,7 +23,7 @@ from gemini_strategy.checkpoint import pretrained
 from gemini_strategy.checkpoint.contents import Field
 from gemini_strategy.parameters.slot import Slot
 from helpers.forked import Forks, values
-from helpers.pairs import pairs
+from helpers.pairs import turns
 from helpers.reference import assert_same_bits
 from helpers.saving import OddParts, peak_resident_bytes
 from helpers.sharded import Exact
@@ -134,9 +134,9 @@ def assert_same_tensors(got: dict[str, Tensor], want: dict[str, Tensor]) -> None
 # ---- what transformers loads ---------------------------------------------------------------------
 
 
-@pairs(
-    family=list(FAMILIES),
-    precision=["bf16-true", "16-mixed", "32-true"],
+@turns(
+    family=FAMILIES,
+    precision=[p for p in ("bf16-true", "16-mixed", "32-true") for _ in range(3)],
     dtype=[None, FP32, BF16],
 )
 def test_the_folder_is_the_one_that_transformers_writes(
@@ -201,7 +201,7 @@ def test_what_the_class_keeps_in_fp32(tmp_path: Path) -> None:
         assert value.dtype is want[name].dtype, name
 
 
-@pytest.mark.parametrize("family", ["llama", "llama tied", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["llama tied", "gpt2"])
 def test_round_trip_into_manage(family: str, tmp_path: Path) -> None:
     engine = trained(FAMILIES[family])
     engine.save_pretrained(tmp_path / "saved", max_shard_size="30KB")
@@ -391,8 +391,7 @@ ADAPTERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
-@pytest.mark.parametrize("case", ADAPTERS)
+@turns(case=ADAPTERS, dtype=[None, BF16])
 def test_of_peft_the_adapters_alone(
     case: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,7 +572,7 @@ def failing_job(rank: int, folder: str, who: int, what: str) -> tuple[str, bool]
 
 
 @pytest.mark.parametrize(
-    ("who", "what"), [(1, "write"), (0, "write"), (0, "group"), (0, "create"), (0, "publish")]
+    ("who", "what"), [(1, "write"), (0, "group"), (0, "create"), (0, "publish")]
 )
 def test_an_error_on_one_rank(who: int, what: str, forks: Forks, tmp_path: Path) -> None:
     """All raise, with that rank's number; the old folder is as it was; the next save works."""
@@ -630,13 +629,7 @@ def test_kill_at_every_call(forks: Forks, tmp_path: Path) -> None:
 
 
 def ranks_job(rank: int, folder: str, family: str, shape: Any, dtype: Any) -> None:
-    how = {"mesh": torch.distributed.init_device_mesh("cpu", shape)} if shape else {}
-    engine = trained(FAMILIES[family], **how)
-    engine.save_pretrained(folder, dtype, max_shard_size="30KB")
-
-
-def dirty_job(rank: int, folder: str, family: str, shape: Any, dtype: Any) -> None:
-    """The same, where memory that nobody wrote has numbers beyond the range of 16 bits."""
+    """Saves where memory that nothing has written holds numbers beyond the range of 16 bits."""
     empty = torch.empty_strided
 
     def dirty(*args: Any, **kwargs: Any) -> Tensor:
@@ -644,7 +637,9 @@ def dirty_job(rank: int, folder: str, family: str, shape: Any, dtype: Any) -> No
         return made.fill_(torch.finfo(made.dtype).max) if made.is_floating_point() else made
 
     torch.empty_strided = dirty
-    ranks_job(rank, folder, family, shape, dtype)
+    how = {"mesh": torch.distributed.init_device_mesh("cpu", shape)} if shape else {}
+    engine = trained(FAMILIES[family], **how)
+    engine.save_pretrained(folder, dtype, max_shard_size="30KB")
 
 
 def overflow_job(rank: int, folder: str) -> str:
@@ -664,17 +659,18 @@ def odd_job(rank: int, folder: str) -> None:
     odd_engine().save_pretrained(folder)
 
 
-@pytest.mark.parametrize("job", [ranks_job, dirty_job])
+@pytest.mark.parametrize(
+    ("ranks", "shape", "dtype"), [(2, None, None), (4, (2, 2), BF16)], ids=["shards", "hybrid"]
+)
 @pytest.mark.parametrize("family", ["llama tied", "mixtral"])
-def test_any_number_of_ranks(family: str, job: Any, forks: Forks, tmp_path: Path) -> None:
+def test_any_number_of_ranks(
+    family: str, ranks: int, shape: Any, dtype: Any, forks: Forks, tmp_path: Path
+) -> None:
     """All ranks have the same batch, so the weights are those of one rank: the same files, byte for byte."""
-    for dtype in (None, BF16):
-        want = tmp_path / f"1 {dtype}"
-        trained(FAMILIES[family]).save_pretrained(want, dtype, max_shard_size="30KB")
-        for ranks, shape in ((2, None), (4, (2, 2))):
-            folder = tmp_path / f"{ranks} {dtype}"
-            run(forks, job, str(folder), family, shape, dtype, ranks=ranks)
-            assert contents(folder) == contents(want)
+    want, folder = tmp_path / "1", tmp_path / str(ranks)
+    trained(FAMILIES[family]).save_pretrained(want, dtype, max_shard_size="30KB")
+    run(forks, ranks_job, str(folder), family, shape, dtype, ranks=ranks)
+    assert contents(folder) == contents(want)
 
 
 def test_a_weight_that_is_too_large(forks: Forks, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from gemini_strategy.checkpoint import folder as folders
 from gemini_strategy.checkpoint.records import RecordFile
 from helpers import chaos
 from helpers.forked import Forks
-from helpers.pairs import pairs
+from helpers.pairs import pairs, turns
 from helpers.reference import Recipe, assert_same_outcome, drive, train_plain
 from helpers.saving import Gate, contents, make, state_of, train
 from helpers.scenario import RATES, budgeted
@@ -51,10 +51,10 @@ HOWS: dict[str, dict[str, Any]] = {
 FAST, SLOW = RATES["as measured"], RATES["slow host"]
 CASES = [  # all five classes, under both schedules
     *(("bf16-true", how, False, FAST) for how in HOWS),
-    *(("bf16-true", how, True, SLOW) for how in HOWS),
-    *(("32-true", how, False, FAST) for how in HOWS),
+    *(("bf16-true", how, True, SLOW) for how in HOWS if how != "cuda"),
+    ("32-true", "streamed", False, FAST),
     ("32-true", "half of it", True, FAST),
-    *(("16-mixed", how, False, FAST) for how in ("streamed", "cpu")),
+    ("16-mixed", "cpu", False, FAST),
 ]
 
 
@@ -211,7 +211,7 @@ WRITES = [
 ]
 
 
-@pairs(write=WRITES, policy=["auto", "cpu", "cuda"], precision=["bf16-true", "32-true"])
+@pairs(write=WRITES, policy=["cpu", "cuda"], precision=["bf16-true", "32-true"])
 def test_what_a_person_writes_meanwhile(
     write: Callable[[gs.Engine], None], precision: str, policy: str, tmp_path: Path, gate: Gate
 ) -> None:
@@ -270,7 +270,7 @@ class Added(nn.Module):
         return self.a(torch.ones(2, 13)).sum() * self.counter()
 
 
-@pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("policy", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("build", "name", "precision"),
     [
@@ -386,8 +386,7 @@ def test_an_interrupted_wait_ends_nothing(what: str, tmp_path: Path, gate: Gate)
         assert other.load(tmp_path / "saved") == "new"
 
 
-@pytest.mark.parametrize("where", ["piece", "fsync", "manifest", "rename"])
-@pytest.mark.parametrize("what", NEXT)
+@turns(what=NEXT, where=["piece", "fsync", "manifest", "rename"])
 def test_an_error_is_raised_once(
     what: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:

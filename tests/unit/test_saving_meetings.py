@@ -17,6 +17,7 @@ from torch import nn
 from gemini_strategy.checkpoint import parts
 from gemini_strategy.checkpoint.background import Saving
 from helpers import chaos
+from helpers.pairs import turns
 from helpers.reference import (
     Managed,
     Outcome,
@@ -131,6 +132,12 @@ MOMENTS = [
     _after_a_step_in_place,
     _after_a_forward,
 ]
+# With each place of updates; the devices take turns.
+MEETINGS = [
+    pytest.param(moment, how, DEVICES[(i + j) % 2], id=f"{moment.__name__.strip('_')}-{how}")
+    for i, moment in enumerate(MOMENTS)
+    for j, how in enumerate([*HOWS, "cpu"])
+]
 
 
 # ---- one save ------------------------------------------------------------------------------------
@@ -176,96 +183,90 @@ def _finish(run: Managed, want: Plain) -> None:
         run.engine.close()
 
 
-@pytest.mark.parametrize("how", [*HOWS, "cpu"])
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(("moment", "how", "device"), MEETINGS)
 def test_a_slow_writer(
     moment: Callable[[Plain, _Save], None],
     how: str,
+    device: int | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     gate: Gate,
 ) -> None:
     """Some pieces are written at once, some after the next step, most after two steps more, of which one fires."""
-    for seed in DEVICES:
-        chaos.late(monkeypatch, seed)
-        want, run = _reference(), _planned(how, monkeypatch)
-        outcomes: list[Outcome] = []
-        savings: list[Saving] = []
-        folder = tmp_path / f"saved{seed}"
+    chaos.late(monkeypatch, device)
+    want, run = _reference(), _planned(how, monkeypatch)
+    outcomes: list[Outcome] = []
+    savings: list[Saving] = []
 
-        def save(run: Managed = run, folder: Path = folder, savings: list = savings) -> None:
-            savings.append(run.engine.save(folder, background=True))
-            gate.reached.acquire()
+    def save() -> None:
+        savings.append(run.engine.save(tmp_path / "saved", background=True))
+        gate.reached.acquire()
 
-        gate.close()
-        moment(want, lambda want=want, outcomes=outcomes: outcomes.append(want.outcome()))
-        moment(run, save)
-        for number, clip in enumerate((QUIET, FIRES, QUIET), FIRST + 1):
-            gate.let(1)
-            for each in (want, run):
-                _step(each, number, clip)
-        assert not savings[0].done
-        gate.open()
-        savings[0].wait()
-        _assert_saved(folder, outcomes[0])
-        _finish(run, want)
+    moment(want, lambda: outcomes.append(want.outcome()))
+    moment(run, save)
+    for number, clip in enumerate((QUIET, FIRES, QUIET), FIRST + 1):
+        gate.let(1)
+        for each in (want, run):
+            _step(each, number, clip)
+    assert not savings[0].done
+    gate.open()
+    savings[0].wait()
+    _assert_saved(tmp_path / "saved", outcomes[0])
+    _finish(run, want)
 
 
-@pytest.mark.parametrize("how", [*HOWS, "cpu"])
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(("moment", "how", "device"), MEETINGS[::3])  # all of either
 def test_in_the_foreground(
     moment: Callable[[Plain, _Save], None],
     how: str,
+    device: int | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for seed in DEVICES:
-        chaos.late(monkeypatch, seed)
-        want, run = _reference(), _planned(how, monkeypatch)
-        outcomes: list[Outcome] = []
-        folder = tmp_path / f"saved{seed}"
-        moment(want, lambda want=want, outcomes=outcomes: outcomes.append(want.outcome()))
+    chaos.late(monkeypatch, device)
+    want, run = _reference(), _planned(how, monkeypatch)
+    outcomes: list[Outcome] = []
+    moment(want, lambda: outcomes.append(want.outcome()))
 
-        def save(run: Managed = run, folder: Path = folder) -> None:
-            run.engine.save(folder)
+    def save() -> None:
+        run.engine.save(tmp_path / "saved")
 
-        moment(run, save)
-        for number, clip in enumerate((QUIET, FIRES), FIRST + 1):
-            for each in (want, run):
-                _step(each, number, clip)
-        _assert_saved(folder, outcomes[0])
-        _finish(run, want)
+    moment(run, save)
+    for number, clip in enumerate((QUIET, FIRES), FIRST + 1):
+        for each in (want, run):
+            _step(each, number, clip)
+    _assert_saved(tmp_path / "saved", outcomes[0])
+    _finish(run, want)
 
 
-@pytest.mark.parametrize("how", [*HOWS, "cpu"])
+@turns(how=[*HOWS, "cpu"], device=DEVICES)
 def test_one_after_the_other(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+    how: str, device: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     """Each has the bits of its own step."""
-    for seed in DEVICES:
-        chaos.late(monkeypatch, seed)
-        want, run = _reference(), _planned(how, monkeypatch)
-        for time, clip in enumerate((QUIET, FIRES, QUIET)):
-            gate.close()
-            folder, outcome = tmp_path / f"saved{seed} {time}", want.outcome()
-            saving = run.engine.save(folder, background=True)
-            gate.reached.acquire()
-            for each in (want, run):
-                _step(each, FIRST + 2 * time, clip)
-            gate.let(2)
-            for each in (want, run):
-                _step(each, FIRST + 2 * time + 1)
-            gate.open()
-            saving.wait()
-            _assert_saved(folder, outcome)
-        before = run.engine.stats()["taken_updates"]
-        for number in (20, 21):
-            for each in (want, run):
-                _step(each, number)
-        _ = run.outcome()  # everything is issued
-        # Elsewhere times that are measured may have given a plan without them.
-        assert run.engine.stats()["taken_updates"] > before or how != "cpu"
-        _finish(run, want)
+    chaos.late(monkeypatch, device)
+    want, run = _reference(), _planned(how, monkeypatch)
+    for time, clip in enumerate((QUIET, FIRES, QUIET)):
+        gate.close()
+        folder, outcome = tmp_path / f"saved{time}", want.outcome()
+        saving = run.engine.save(folder, background=True)
+        gate.reached.acquire()
+        for each in (want, run):
+            _step(each, FIRST + 2 * time, clip)
+        gate.let(2)
+        for each in (want, run):
+            _step(each, FIRST + 2 * time + 1)
+        gate.open()
+        saving.wait()
+        _assert_saved(folder, outcome)
+    before = run.engine.stats()["taken_updates"]
+    for number in (20, 21):
+        for each in (want, run):
+            _step(each, number)
+    _ = run.outcome()  # everything is issued
+    # Elsewhere times that are measured may have given a plan without them.
+    assert run.engine.stats()["taken_updates"] > before or how != "cpu"
+    _finish(run, want)
 
 
 class Turned(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
+from helpers.pairs import turns
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Managed,
@@ -174,8 +175,7 @@ RECIPES = (
 PLACES = ({"placement_policy": "cpu"}, {"placement_policy": "cuda"}, {}, {"device_budget": 0.45})
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("number", range(len(RECIPES)))
+@turns(precision=PRECISIONS, number=range(len(RECIPES)))
 def test_bits(precision: str, number: int) -> None:
     recipe = Recipe(precision, steps=12, **RECIPES[number])
     want = reference(recipe)

@@ -2,7 +2,7 @@
 
 Each case trains random scenarios (tests/helpers/rank_scenario.py) in 2 to 4 processes on the chaos device, which also
 reports accesses that nothing orders, and in 2 over the host device, in order. `GEMINI_RANKS_CASES` is the number of
-scenarios for each number of ranks (default 8); seeds start at `GEMINI_RANKS_FIRST`.
+scenarios for each number of ranks (default 6); seeds start at `GEMINI_RANKS_FIRST`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from helpers.rank_scenario import play_ranks_plain, play_sharded, sharded_scenar
 from helpers.ranks import run_ranks, values
 from helpers.scenario import Played, assert_same_played
 
-N_CASES = int(os.environ.get("GEMINI_RANKS_CASES", "8"))
+N_CASES = int(os.environ.get("GEMINI_RANKS_CASES", "6"))
 FIRST = int(os.environ.get("GEMINI_RANKS_FIRST", "0"))
 
 

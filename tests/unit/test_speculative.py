@@ -718,28 +718,6 @@ def test_the_writer_begins_with_copies(tmp_path: Path, gate: Gate) -> None:
 # ---- several ranks -------------------------------------------------------------------------------
 
 
-def _train(rank: int, size: int) -> Any:
-    want = plain(CASE.build, RECIPE)
-    run = budgeted(CASE, RECIPE, 0.3, chunk_size=4096, timeout=90.0)
-    # Where a rank's workers get no core until the clip fires, it has nothing to do again: several times.
-    limits = [QUIET, QUIET, *[QUIET, FIRES] * 8, QUIET, QUIET]
-    _steps((want, run), limits, 0)
-    if rank == 0:  # one that drops its results and one that does not have the same bits
-        run.engine._runtime.core.announce([])
-    _steps((want, run), [QUIET, QUIET], len(limits))
-    found = counts(run)
-    _finish(run, want)
-    return tuple(found)
-
-
-@pytest.mark.parametrize("rates", ["host", "device"])
-def test_two_ranks(rates: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same batch on both: the mean is exact."""
-    monkeypatch.setenv("GEMINI_RATES", MACHINES[rates])
-    for _, taken, redone in values(run_ranks(2, tmp_path, _train)):
-        assert taken > 0 and redone > 0
-
-
 def _save_beside(rank: int, size: int, folder: str) -> tuple[int, int]:
     want = plain(CASE.build, RECIPE)
     run = managed(CASE.build, RECIPE, placement_policy="cpu", chunk_size=4096, timeout=90.0)

@@ -13,6 +13,7 @@ from torch import nn
 
 import gemini_strategy as gs
 from gemini_strategy.parameters import absent
+from helpers.pairs import turns
 from helpers.reference import (
     Outcome,
     Plain,
@@ -65,8 +66,7 @@ def _same_state(got: Outcome, want: Outcome) -> None:
         "parameter_list_and_dict",
     ],
 )
-@pytest.mark.parametrize("masters", [True, False])
-def test_model_state_dict(name: str, masters: bool) -> None:
+def test_model_state_dict(name: str) -> None:
     """Keys, order, shapes, buffers and bits as the unmanaged model's."""
     case = BY_NAME[name]
     precision = "bf16-true" if "bf16-true" in case.precisions else "32-true"
@@ -76,13 +76,14 @@ def test_model_state_dict(name: str, masters: bool) -> None:
         for which in (run, reference):
             drive(which, case, 2)
         want = reference.outcome()
-        got = run.engine.model_state_dict(masters=masters)
-        assert list(got) == list(run.model.state_dict()) == list(want.weights)
-        for key, value in want.weights.items():
-            expected = want.masters.get(key, value) if masters else value
-            if key in want.masters or not masters:
-                assert_same_bits(got[key], expected, key)
-            assert got[key].device.type == "cpu" and not got[key].requires_grad
+        for masters in (True, False):
+            got = run.engine.model_state_dict(masters=masters)
+            assert list(got) == list(run.model.state_dict()) == list(want.weights)
+            for key, value in want.weights.items():
+                expected = want.masters.get(key, value) if masters else value
+                if key in want.masters or not masters:
+                    assert_same_bits(got[key], expected, key)
+                assert got[key].device.type == "cpu" and not got[key].requires_grad
     finally:
         run.engine.close()
 
@@ -318,13 +319,13 @@ def test_groups_are_restored() -> None:
 # ---- exact resume --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    ("save_how", "load_how"),
-    [
-        ({"placement_policy": "cpu"}, {"placement_policy": "cuda", "chunk_size": 30_000}),
-        ({"placement_policy": "auto"}, {"placement_policy": "cpu"}),
-        ({"placement_policy": "cuda"}, {"placement_policy": "auto", "chunk_size": 9_000}),
+@turns(
+    precision=PRECISIONS,
+    save_how=[{"placement_policy": policy} for policy in ("cpu", "auto", "cuda")],
+    load_how=[
+        {"placement_policy": "cuda", "chunk_size": 30_000},
+        {"placement_policy": "cpu"},
+        {"placement_policy": "auto", "chunk_size": 9_000},
     ],
 )
 def test_resume_is_exact(precision: str, save_how: dict, load_how: dict) -> None:

@@ -22,6 +22,7 @@ from gemini_strategy.estimates.paper import PROCESS_BYTES
 from gemini_strategy.machine.rates import REFERENCE
 from gemini_strategy.sizes import host_limit
 from helpers import chaos
+from helpers.pairs import turns
 from helpers.profiled import small_llama
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
@@ -106,15 +107,9 @@ def finish(run: Managed, want: Plain, here: set[int]) -> None:
 # ---- the same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_late", [True, False])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
-def test_bits(
-    precision: str, clip: float | None, is_late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@turns(precision=["32-true", "bf16-true", "bf16-mixed", "16-mixed"], clip=[None, 0.5])
+def test_bits(precision: str, clip: float | None) -> None:
     """Before the plan and under it, of which the rest of the chunks is a part that leaves."""
-    if not is_late:
-        chaos.late(monkeypatch, None)
     recipe = Recipe(precision=precision, clip=clip)
     want = plain(CASE.build, recipe)
     run, here = half(CASE, recipe)
@@ -127,21 +122,10 @@ def test_bits(
     assert stats["planned"] and stats["evictions"] + stats["fetches"] > 0
     assert plan["n_of_class"]["R"] < stats["chunks"]
     assert all(plan["classes"][chunk] == "R" for chunk in here)
-    run_finish = finish if is_late else _finish_without_chaos
-    run_finish(run, want, here)
+    finish(run, want, here)
 
 
-def _finish_without_chaos(run: Managed, want: Plain, here: set[int]) -> None:
-    try:
-        assert here <= staying(run)
-        run.engine._runtime.core.check()
-        assert_same_outcome(run.outcome(), want.outcome())
-    finally:
-        run.engine.close()
-
-
-@pytest.mark.parametrize("accumulate", [2, 3])
-@pytest.mark.parametrize("gradient_dtype", [None, torch.float32])
+@turns(accumulate=[2, 3], gradient_dtype=[None, torch.float32])
 def test_accumulation(accumulate: int, gradient_dtype: torch.dtype | None) -> None:
     recipe = replace(RECIPE, accumulate=accumulate, gradient_dtype=gradient_dtype)
     want = plain(CASE.build, recipe)
@@ -150,8 +134,8 @@ def test_accumulation(accumulate: int, gradient_dtype: torch.dtype | None) -> No
     finish(run, want, here)
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_every_model_of_the_zoo(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES[1::3], ids=repr)
+def test_models_of_the_zoo(case: Case) -> None:
     recipe = Recipe(precision=case.precisions[-1])
     want = plain(case.build, recipe)
     budget = all_homes(case, recipe, 2048) // 2
@@ -162,7 +146,7 @@ def test_every_model_of_the_zoo(case: Case) -> None:
     finish(run, want, here)
 
 
-@pytest.mark.parametrize("rates", ["as measured", "slow host", "slow copies"])
+@pytest.mark.parametrize("rates", ["slow host", "slow copies"])
 def test_updates_inside_the_backward(rates: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMINI_RATES", RATES[rates])
     recipe = Recipe(precision="bf16-true")
@@ -402,10 +386,7 @@ def _rank(rank: int, size: int, host_budgets: list[int], recipe: Recipe, sharded
     return stats["staying_bytes"], plan["hash"]
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize(
-    "recipe", [RECIPE, Recipe(precision="32-true", accumulate=2)], ids=["bf16", "fp32"]
-)
+@turns(recipe=[RECIPE, Recipe(precision="32-true", accumulate=2)], sharded=[True, False])
 def test_ranks_agree_on_the_least_host(recipe: Recipe, sharded: bool, tmp_path: Path) -> None:
     """The same chunks stay on both, though one has a larger host."""
     homes = all_homes(recipe=recipe) // (2 if sharded else 1)

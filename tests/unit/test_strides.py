@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
+from helpers.pairs import pairs
 from helpers.ranks import run_ranks, values
 from helpers.reference import (
     Plain,
@@ -105,9 +106,11 @@ def _strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: p.stride() for name, p in model.named_parameters()}
 
 
-@_case
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("policy", ["cpu", "auto"])
+@pairs(
+    case=list(CASES.values()),
+    precision=["32-true", "bf16-mixed", "16-mixed"],
+    policy=["cpu", "auto"],
+)
 def test_bits_and_strides(case: Case, precision: str, policy: str) -> None:
     recipe = Recipe(precision=precision, clip=0.5, accumulate=2, steps=4)
     reference = plain(case.build, recipe)

@@ -21,6 +21,7 @@ from gemini_strategy.huggingface import loading
 from gemini_strategy.weights import unread
 from gemini_strategy.weights.files import WeightFiles
 from helpers.forked import Forks, values
+from helpers.pairs import turns
 from helpers.reference import assert_same_bits
 from helpers.saving import peak_resident_bytes
 
@@ -132,8 +133,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- the ordinary model --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [None, FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@turns(family=FAMILIES, dtype=[None, FP32, BF16, FP16])
 def test_the_model_is_the_ordinary_one(
     family: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 
@@ -24,64 +23,54 @@ from helpers.zoo import CASES, Case
 
 STEPS = 6
 CHUNK = 4096
-BY_NAME = {case.name: case for case in CASES}
-GRID = [(case.name, precision) for case in CASES for precision in case.precisions]
 
 
 def _recipe(precision: str) -> Recipe:
     return Recipe(precision=precision, steps=STEPS, clip=1.0, lr=3e-3)
 
 
-@functools.cache
-def _reference(name: str, precision: str) -> tuple[Outcome, Outcome]:
-    return train_plain(BY_NAME[name], _recipe(precision))
-
-
-def _moved(case: Case, before: Outcome) -> list[str]:
-    return [n for n, t in before.masters.items() if t.numel() and n not in case.untrained]
-
-
-@pytest.mark.parametrize(("name", "precision"), GRID)
-def test_reference_trains(name: str, precision: str) -> None:
-    """Guards the guard: equality of bits means nothing if nothing moves."""
-    before, after = _reference(name, precision)
-    assert_trained(before, after, _moved(BY_NAME[name], before))
+def _reference(case: Case, precision: str) -> Outcome:
+    """Of which everything has moved: else equality of bits means nothing."""
+    before, after = train_plain(case, _recipe(precision))
+    moved = [n for n, t in before.masters.items() if t.numel() and n not in case.untrained]
+    assert_trained(before, after, moved)
     assert after.skipped == 0
+    return after
 
 
-@pytest.mark.parametrize(("name", "precision"), GRID)
-def test_tight_budget(name: str, precision: str) -> None:
-    """Policy "auto" under the smallest budget that is accepted."""
-    case, recipe = BY_NAME[name], _recipe(precision)
-    run = tightly(case.build, recipe, floor=case.floor, chunk_size=CHUNK)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_bits(number: int) -> None:
+    """Under the smallest budget that is accepted, and where everything is evicted at the end of every unit.
+
+    The precisions are in turns, and test_immediate.py has each model's next one.
+    """
+    case = CASES[number]
+    precision = case.precisions[number % len(case.precisions)]
+    reference = _reference(case, precision)
+    run = tightly(case.build, _recipe(precision), floor=case.floor, chunk_size=CHUNK)
     try:
         drive(run, case, STEPS)
-        assert_same_outcome(run.outcome(), _reference(name, precision)[1])
+        assert_same_outcome(run.outcome(), reference)
         stats = run.engine.stats()
         assert stats["device_peak_bytes"] <= stats["device_budget_bytes"]
         assert not torch.is_autocast_enabled("cpu")
     finally:
         run.engine.close()
-
-
-@pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_cpu_policy(name: str) -> None:
-    """Policy "cpu": everything evicted at the end of every unit; the model left behind is plain."""
-    case = BY_NAME[name]
-    precision = case.precisions[-1]
     run = managed(case.build, _recipe(precision), chunk_size=CHUNK, placement_policy="cpu")
-    reference = _reference(name, precision)[1]
     drive(run, case, STEPS)
     assert_same_outcome(run.outcome(), reference)
     if len(reference.masters) > 4:
         assert run.engine.stats()["evictions"] > 0
     run.engine.close()
-    left = run.model.state_dict()
+    _assert_plain(run.model, reference)
+
+
+def _assert_plain(model: nn.Module, reference: Outcome) -> None:
+    """What close() has left behind."""
+    left = model.state_dict()
     assert list(left) == list(reference.weights)
-    names = {
-        p: n for n, p in reversed(list(run.model.named_parameters()))
-    }  # of tied ones the first
-    kept = dict(run.model.named_parameters(remove_duplicate=False))
+    names = {p: n for n, p in reversed(list(model.named_parameters()))}  # of tied ones the first
+    kept = dict(model.named_parameters(remove_duplicate=False))
     for key, want in reference.weights.items():
         if key not in kept:
             assert left[key].dtype == want.dtype, key
