@@ -147,6 +147,18 @@ def check_management(call: str, given: Mapping[str, Any]) -> None:
                 f"{call}(gpu_margin_mem_ratio={given['gpu_margin_mem_ratio']!r}, placement_policy="
                 f"{given['placement_policy']!r}): the ratio acts with placement_policy='auto' only; leave it None."
             )
+    check_sizes(call, given)
+    arguments.check_choice("gradient_dtype", (None, torch.float32))
+    arguments.check_count("threads", is_optional=True)
+    arguments.check_choice("report", (None, True, False))
+    arguments.check_paths("weights")
+    arguments.check_choice("missing", MISSING)
+    check_loss_scaling(call, given)
+
+
+def check_sizes(call: str, given: Mapping[str, Any]) -> None:
+    """The arguments of ChunkSizes, and the budgets."""
+    arguments = Arguments(call, given)
     search = ("chunk_search_range", "chunk_search_n_grids", "min_chunk_size")
     asked = [name for name in search if given[name] is not None]
     if given["chunk_size"] is not None and asked:
@@ -159,12 +171,6 @@ def check_management(call: str, given: Mapping[str, Any]) -> None:
     for name in ("device_budget", "host_budget"):
         arguments.check_size(name, of_total=True)
     arguments.check_count("chunk_search_n_grids", is_optional=True)
-    arguments.check_choice("gradient_dtype", (None, torch.float32))
-    arguments.check_count("threads", is_optional=True)
-    arguments.check_choice("report", (None, True, False))
-    arguments.check_paths("weights")
-    arguments.check_choice("missing", MISSING)
-    check_loss_scaling(call, given)
 
 
 def check_loss_scaling(call: str, given: Mapping[str, Any]) -> None:
