@@ -28,6 +28,7 @@ from gemini_strategy.roots import joined
 from gemini_strategy.runtime import Runtime
 from gemini_strategy.settings import Managed, Settings, check
 from gemini_strategy.sizes import (
+    SIZES,
     ChunkSizes,
     host_limit,
     parse_bytes,
@@ -157,13 +158,7 @@ def _settings(given: Mapping[str, Any], ranks: Ranks) -> Settings:
         ),
         host_budget=host_budget,
         host_limit=host_limit(wanted, free),
-        sizes=ChunkSizes(
-            given["chunk_size"],
-            given["block_size"],
-            given["chunk_search_range"],
-            given["chunk_search_n_grids"],
-            given["min_chunk_size"],
-        ),
+        sizes=ChunkSizes(*(given[name] for name in SIZES)),
         is_grad_f32=given["gradient_dtype"] is not None,
         margin=given["gpu_margin_mem_ratio"],
         convert_inputs=given["convert_inputs"],

@@ -7,6 +7,13 @@ import re
 from gemini_strategy import _C
 
 _MIB = 1 << 20
+SIZES = (  # the arguments of ChunkSizes, which all that lay a model out take
+    "chunk_size",
+    "block_size",
+    "chunk_search_range",
+    "chunk_search_n_grids",
+    "min_chunk_size",
+)
 _BLOCKS_PER_CHUNK = 128  # little is lost to rounding, and mapping stays cheap
 _MOST_ROUNDED = 1.04  # weights, to whole blocks
 

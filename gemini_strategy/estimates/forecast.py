@@ -12,7 +12,7 @@ from torch import nn
 
 from gemini_strategy import _C
 from gemini_strategy.arguments import Arguments, suggesting
-from gemini_strategy.choices import POLICIES, PolicyName, PrecisionName
+from gemini_strategy.choices import PolicyName, PrecisionName
 from gemini_strategy.errors import GeminiMemoryError
 from gemini_strategy.estimates.causes import Gain, Part, gains, parts
 from gemini_strategy.estimates.machines import Machine, is_here, machine_of, with_host
@@ -30,8 +30,9 @@ from gemini_strategy.memory.budget import DRIVER_RESERVE
 from gemini_strategy.precision import Precision
 from gemini_strategy.report.verdict import Verdict, verdict
 from gemini_strategy.roots import joined, title
-from gemini_strategy.settings import Settings
+from gemini_strategy.settings import Settings, Sizes, check
 from gemini_strategy.sizes import (
+    SIZES,
     ChunkSizes,
     host_limit,
     parse_bytes,
@@ -98,7 +99,10 @@ class Estimate:
             they have fetched as long as the budget has room.
         planned_peak_bytes: of planned steps: blocks of weights, states and gradients, with activations and what is
             around them.
-        activation_bytes: of both the most that tensors of a pass hold (activations, their gradients, buffers).
+        chunk_bytes: of weights in a chunk, as manage() would choose it.
+        weight_bytes, gradient_bytes: of the weights that are computed with, and of the gradients that a pass leaves.
+        activation_bytes: of both peaks the most that tensors of a pass hold (activations, their gradients, buffers).
+        buffer_bytes: of them, what stays between passes.
         pool_bytes, context_bytes: what torch's allocator makes of those, and the driver with its libraries.
         host_bytes: homes of weights, states and gradients, and spares.
         spare_bytes: of host_bytes, what clipping takes beside the homes.
@@ -127,7 +131,11 @@ class Estimate:
     schedules: tuple[Schedule, ...] = ()
     device_peak_bytes: int = 0
     planned_peak_bytes: int = 0
+    chunk_bytes: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
     activation_bytes: int = 0
+    buffer_bytes: int = 0
     pool_bytes: int = 0
     context_bytes: int = 0
     host_bytes: int = 0
@@ -176,7 +184,7 @@ def settings_of(given: Mapping[str, Any], machine: Machine) -> Settings:
         policy=given["placement_policy"],
         device_budget=parse_device_budget(given["device_budget"], is_cuda, machine.memory),
         host_budget=host_budget,
-        sizes=ChunkSizes(given["chunk_size"], given["block_size"], None, None, None),
+        sizes=ChunkSizes(*(given[name] for name in SIZES)),
         is_grad_f32=given["gradient_dtype"] is torch.float32,
         convert_inputs=given["convert_inputs"],
         threads=1,
@@ -358,13 +366,22 @@ def _unquantized(slots: Sequence[Any]) -> tuple[int, int, str]:
 def _forecast(forecaster: Forecaster, settings: Settings, *, has_gains: bool) -> Estimate:
     paper, recorded = forecaster.paper, forecaster.recorded
     slots = paper.registration.slots
+    arguments = settings.core_arguments(paper.registration, paper.ranks.size)
+    left = [slots[number] for number in recorded.parameters]
     base = Estimate(
         model=title(paper.model),
         parameters=sum(slot.parameter.numel() for slot in slots),
         trained=sum(slot.parameter.numel() for slot in slots if slot.has_moments),
         machine=forecaster.machine,
         settings=settings,
+        chunk_bytes=arguments["chunk_bytes"],
+        weight_bytes=sum(slot.parameter.numel() * slot.dtype.itemsize for slot in slots),
+        gradient_bytes=sum(
+            slot.parameter.numel() * (4 if settings.is_grad_f32 else slot.dtype.itemsize)
+            for slot in left
+        ),
         activation_bytes=recorded.peak_bytes,
+        buffer_bytes=recorded.kept_bytes,
         pool_bytes=forecaster.pool,
         tokens=recorded.tokens * forecaster.micro_batches * paper.ranks.size,
         ranks=paper.ranks.size,
@@ -423,6 +440,9 @@ def estimate(
     ranks: int = 1,
     chunk_size: int | str | None = None,
     block_size: int | str | None = None,
+    chunk_search_range: int | str | None = None,
+    chunk_search_n_grids: int | None = None,
+    min_chunk_size: int | str | None = None,
     gradient_dtype: torch.dtype | None = None,
     convert_inputs: bool = True,
     sweep: Sequence[int | str] = (),
@@ -442,10 +462,11 @@ def estimate(
         gpu: a name of `gemini_strategy.estimates.machines.GPUS`, or a Machine; None: the GPU that is here.
         rates: measured figures in the place of the GPU's (see machine_of).
         device: "cuda"; "cpu": the host device.
-        device_budget, host_budget, placement_policy, precision, chunk_size, block_size, gradient_dtype,
-            convert_inputs: as for manage(). host_budget None: for homes what is free on this host, and for spares half
-            of what is free beside them, if the GPU is this one's, or the device the host device. The host of another
-            GPU is not known: then there is no limit for homes, and there are no spares.
+        device_budget, host_budget, placement_policy, precision, chunk_size, block_size, chunk_search_range,
+            chunk_search_n_grids, min_chunk_size, gradient_dtype, convert_inputs: as for manage(). host_budget None: for
+            homes what is free on this host, and for spares half of what is free beside them, if the GPU is this one's,
+            or the device the host device. The host of another GPU is not known: then there is no limit for homes, and
+            there are no spares.
         micro_batches: passes in one optimizer step.
         ranks: that train together on one host, each with a GPU and inputs of its own. They share weights and states;
             budgets and rates are of each. Collectives take the time that the GPUs' links give (Machine.link).
@@ -461,8 +482,8 @@ def estimate(
     arguments.check_choice("device", ("cuda", "cpu"))
     arguments.check_count("micro_batches")
     arguments.check_count("ranks")
-    arguments.check_choice("placement_policy", tuple(POLICIES))
     arguments.check_choice("gradient_dtype", (None, torch.float32))
+    check("estimate", given, Sizes)
     machine = gpu if isinstance(gpu, Machine) else machine_of(gpu, rates)
     if not isinstance(gpu, Machine) and (device == "cpu" or is_here(gpu)):
         machine = with_host(machine)

@@ -123,6 +123,7 @@ class _Recorder:
         self.result = RecordedPass()
         self.live = live
         self.parameters: list[nn.Parameter] = []  # fake ones, by the numbers of the slots
+        self.taking: list[Any] = []  # the handles of their hooks
         self._slots = registration.slots
         self._units = registration.modules()
         self._index: dict[int, int] = {}  # id of a storage -> number of its parameter
@@ -217,7 +218,8 @@ class _Recorder:
         self.live.exempt(parameter)
         self._index[_torch.storage_id(parameter.untyped_storage())] = index
         if slot.has_grad_home:
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))
+            take = functools.partial(self._take, index)
+            self.taking.append(parameter.register_post_accumulate_grad_hook(take))
         return parameter
 
     def install(self) -> Iterator[Any]:
@@ -261,6 +263,8 @@ def _replaced(model: nn.Module, recorder: _Recorder, registration: Registration)
         for table, old in zip(tables, before, strict=True):
             table.clear()
             table.update(old)
+        for handle in recorder.taking:  # Python's collector does not see a hook of a parameter
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -31,10 +31,10 @@ except ImportError as error:
     ) from error
 
 from gemini_strategy import GeminiError
-from gemini_strategy.lightning.colossalai import build_colossalai
 from gemini_strategy.lightning.fabric import FabricStrategy, build_fabric_strategy
 from gemini_strategy.lightning.strategy import Strategy, build_strategy
 from gemini_strategy.lightning.trees import MODULES, import_tree, installed_trees
+from gemini_strategy.originals.strategy import NAME, old_strategy
 
 __all__ = [
     "ColossalAIStrategy",
@@ -51,11 +51,10 @@ _NAMES: dict[str, dict[str, Any]] = {
     "gemini_cuda": {"placement_policy": "cuda"},
     "gemini_hybrid": {"device_mesh": "hybrid"},
 }
-_OLD_NAME = "colossalai"
 _DESCRIPTION = "Chunked model state within a device budget, {}={!r}"
 
-# By the tree: of the Trainer, of Fabric, and under the old name. Kept over a reload (invariant 1).
-_classes: dict[str, tuple[type, type, type]] = globals().get("_classes", {})
+# By the tree: of the Trainer, and of Fabric. Kept over a reload (invariant 1).
+_classes: dict[str, tuple[type, type]] = globals().get("_classes", {})
 
 
 def strategy_class(tree: str) -> type:
@@ -78,18 +77,17 @@ def fabric_strategy_class(tree: str) -> type:
 
 def colossalai_strategy_class(tree: str) -> type:
     """The same under the old name: ``strategy="colossalai"``; see :func:`strategy_class`."""
-    return _built("colossalai_strategy_class", tree)[2]
+    return old_strategy(_built("colossalai_strategy_class", tree)[0])
 
 
-def _built(call: str, tree: str) -> tuple[type, type, type]:
+def _built(call: str, tree: str) -> tuple[type, type]:
     """A tree's classes, which are registered."""
     name = next((n for n, modules in MODULES.items() if tree in (n, *modules)), None)
     if name is None:
         raise ValueError(f"{call}(tree={tree!r}): expected one of {', '.join(map(repr, MODULES))}.")
     if name not in _classes:
         found = import_tree(name)
-        strategy = build_strategy(found)
-        _classes[name] = strategy, build_fabric_strategy(found), build_colossalai(strategy)
+        _classes[name] = build_strategy(found), build_fabric_strategy(found)
     _register(name)
     return _classes[name]
 
@@ -98,8 +96,8 @@ def _register(tree: str) -> None:
     trainer, fabric = (sys.modules[module] for module in MODULES[tree])
     of_trainer = trainer.strategies.StrategyRegistry
     of_fabric = fabric.strategies.STRATEGY_REGISTRY
-    strategy, of_own_loops, old = _classes[tree]
-    wanted = [(of_trainer, _OLD_NAME, old, {"placement_policy": "auto"})]
+    strategy, of_own_loops = _classes[tree]
+    wanted = [(of_trainer, NAME, old_strategy(strategy), _NAMES["gemini"])]
     for name, preset in _NAMES.items():
         wanted += [(of_trainer, name, strategy, preset), (of_fabric, name, of_own_loops, preset)]
     for registry, name, own, preset in wanted:
@@ -113,7 +111,7 @@ def _register(tree: str) -> None:
             )
 
 
-def _adopt_trees() -> tuple[Any, Any, Any]:
+def _adopt_trees() -> tuple[Any, Any]:
     trees = list(_classes) or installed_trees()
     if not trees:
         raise ImportError(
@@ -122,10 +120,11 @@ def _adopt_trees() -> tuple[Any, Any, Any]:
     # Each class can be imported by name (LightningCLI and YAML need that), the preferred one as GeminiStrategy.
     for tree in trees:
         start = "" if tree == trees[0] else tree.title().replace("_", "")
-        ends = ("GeminiStrategy", "GeminiFabricStrategy", "ColossalAIStrategy")
-        for cls, end in zip(_built("strategy_class", tree), ends, strict=True):
-            cls.__module__, cls.__name__, cls.__qualname__ = __name__, start + end, start + end
-            globals()[start + end] = cls
+        own = _built("strategy_class", tree)
+        for cls in (*own, old_strategy(own[0])):
+            name = start + cls.__name__.removeprefix(start)
+            cls.__module__, cls.__name__, cls.__qualname__ = __name__, name, name
+            globals()[name] = cls
     return _classes[trees[0]]
 
 
@@ -137,4 +136,4 @@ if TYPE_CHECKING:
 
     class ColossalAIStrategy(Strategy, Any): ...
 else:
-    GeminiStrategy, GeminiFabricStrategy, ColossalAIStrategy = _adopt_trees()
+    GeminiStrategy, GeminiFabricStrategy = _adopt_trees()

@@ -1,11 +1,14 @@
 """Who may import whom in the package: down only, module by module and folder by folder."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import gemini_strategy as gs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gemini_strategy"
@@ -26,8 +29,8 @@ LAYERS = [
     ["engine"],
     ["management", "estimates"],
     [""],
-    ["huggingface", "lightning", "wrapper"],
-    ["elixir", "colossalai"],
+    ["originals"],
+    ["huggingface", "lightning", "elixir", "colossalai"],
     ["cli"],
     ["__main__"],
 ]
@@ -103,6 +106,44 @@ def test_tools_are_imported_by_the_command_and_for_a_picture_alone() -> None:
     users = {module for module, others in IMPORTS.items() if "tools" in map(home, others)}
     assert {module for module in users if home(module) != "tools"} == {"engine"}
     assert "gemini_strategy.tools.profile" in FILES["cli"].read_text()
+
+
+OLD_PATHS = {"colossalai", "elixir"}
+ORIGINALS = [module for module in FILES if home(module) == "originals"]
+
+
+def test_the_package_does_not_know_the_originals() -> None:
+    """But for the import paths of old, and the strategy's old name, which an import of the adapter registers."""
+    users = {module: others for module, others in IMPORTS.items() if home(module) != "originals"}
+    known = {
+        m: {o for o in others if home(o) in {"originals", *OLD_PATHS}}
+        for m, others in users.items()
+    }
+    paths = {path: {"originals", f"originals.{path}"} for path in OLD_PATHS}
+    assert {m: o for m, o in known.items() if o} == {"lightning": {"originals.strategy"}, **paths}
+    for module in set(users) - OLD_PATHS:
+        tree = ast.parse(FILES[module].read_text())
+        words = {
+            getattr(node, key, None) for node in ast.walk(tree) for key in ("id", "attr", "name")
+        }
+        found = {word for word in words if re.search("colossal|elixir|zero_?init", str(word), re.I)}
+        assert not found or module == "lightning", f"{module}: {found}"
+
+
+@pytest.mark.parametrize("module", ORIGINALS)
+def test_the_originals_use_what_any_program_may(module: str) -> None:
+    """Of the package what `import gemini_strategy as gs` offers, and of no object a private name."""
+    tree = ast.parse(FILES[module].read_text())
+    assert {home(other) for other in IMPORTS[module]} <= {"", "originals"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module != "gemini_strategy", f"{module}:{node.lineno}: write gs.name"
+            assert not any(alias.name.startswith("_") for alias in node.names)
+        if isinstance(node, ast.Attribute):
+            of = ast.unparse(node.value)
+            assert of != "gs" or node.attr in gs.__all__, f"{module}:{node.lineno}: gs.{node.attr}"
+            is_own = of == "self" or not node.attr.startswith("_") or node.attr.startswith("__")
+            assert is_own, f"{module}:{node.lineno}: {of}.{node.attr}"
 
 
 def test_no_imports_in_a_circle() -> None:

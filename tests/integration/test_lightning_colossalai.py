@@ -12,7 +12,7 @@ import torch
 
 import gemini_strategy as gs
 import gemini_strategy.lightning as adapter
-from gemini_strategy.lightning import colossalai as alias
+from gemini_strategy.originals import strategy as alias
 from lightning_case import TREES, load_fabric, load_tree, make, make_trainer
 
 # name: the old default
@@ -77,11 +77,11 @@ def test_it_says_once_what_it_became(tree: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(alias, "_has_said", False)
     cls = adapter.colossalai_strategy_class(tree)
     said: list[str] = []
-    monkeypatch.setattr(cls, "_say", staticmethod(said.append))
+    monkeypatch.setattr("lightning_utilities.core.rank_zero.rank_zero_info", said.append)
     make_trainer(tree, cls(placement_policy="cpu", chunk_size=4096))
     make_trainer(tree, "colossalai")
     assert len(said) == 1
-    assert "has become GeminiStrategy(placement_policy='cpu', chunk_size=4096)" in said[0]
+    assert "has become GeminiStrategy(chunk_size=4096, placement_policy='cpu')" in said[0]
 
 
 @pytest.mark.parametrize("tree", TREES)

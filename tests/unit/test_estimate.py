@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,36 @@ def _asks_for_no_gains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_asks_for_no_gains")
+def test_a_model_is_let_go() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    forecast = gs.estimate(model, torch.empty(2, 4), gpu="h100")
+    assert forecast.fits
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_bytes_around_the_chunks() -> None:
+    """Of a model with a frozen weight and a buffer; the search for a chunk size is that of manage()."""
+    model = nn.Sequential(nn.Linear(512, 256, bias=False), nn.BatchNorm1d(256))
+    model[1].bias.requires_grad_(False)
+    x = torch.empty(8, 512)
+    found = gs.estimate(model, x, gpu="h100", device="cpu", precision="bf16-true")
+    assert found.weight_bytes == 2 * 512 * 256 + 4 * 2 * 256  # norms keep fp32
+    assert found.gradient_bytes == 2 * 512 * 256 + 4 * 256
+    assert found.buffer_bytes == 2 * 1024 + 512  # running statistics, and their count
+    wide = gs.estimate(model, x, gpu="h100", device="cpu", gradient_dtype=torch.float32)
+    assert wide.gradient_bytes == 4 * (512 * 256 + 256)
+    search = {"chunk_search_range": "16KiB", "chunk_search_n_grids": 4, "min_chunk_size": "8KiB"}
+    found = gs.estimate(model, x, gpu="h100", device="cpu", **search)
+    engine = gs.manage(model, device="cpu", **search)
+    assert found.chunk_bytes == engine._runtime.chunk_bytes
+    engine.close()
+    with pytest.raises(ValueError, match="chunk_size=4096.*not both"):
+        gs.estimate(model, x, gpu="h100", chunk_size=4096, min_chunk_size=4096)
+
+
 def test_a_run_of_seven_billion_parameters_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a run that is kept: 6.66 G parameters under 24 GB, 8,192 tokens, checkpointing."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

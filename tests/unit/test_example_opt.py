@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import gemini_strategy.colossalai as colossalai
-from gemini_strategy.colossalai.launch import Config
+from gemini_strategy.colossalai import Config
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--shrink", "12", "--steps", "4", "--lr", "1e-2", "--batch-size", "2", "--length", "16"]

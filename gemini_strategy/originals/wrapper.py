@@ -1,4 +1,4 @@
-"""A model and an optimizer inside objects of their own, for programs that expect such: elixir/ and colossalai/.
+"""A model and an optimizer inside objects of their own, as the originals' programs expect.
 
 The module comes first and its optimizer later, so the engine is made when the optimizer is wrapped, or at the first
 forward where there is none. Nothing is decided here: what a wrapper was given goes to manage().
@@ -11,59 +11,35 @@ Invariants
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
 import gemini_strategy as gs
-from gemini_strategy.arguments import Arguments
-from gemini_strategy.runtime import Uncopied
+from gemini_strategy.originals.arguments import Only, takes
+
+# The arguments of the loss scale, and those of clipping.
+SCALING = {name: p.default for name, p in inspect.signature(gs.LossScaler).parameters.items()}
+CLIPPING = {"max_norm": 0.0, "norm_type": Only(2.0, "gradients are clipped by their 2-norm")}
+_VARS = Only(False, "the parameters' bytes are in chunks; use module.parameters()")
 
 
-def refuse(call: str, given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuses by name what has one value here.
-
-    Args:
-        call: what was called.
-        given: its arguments by name.
-        fixed: for each such argument the one value that is taken, and why there is no other and the way out.
-
-    Raises:
-        ValueError: another value.
-    """
-    for name, (value, reason) in fixed.items():
-        found = given[name]
-        # True is not 1, but 1 is 1.0.
-        kinds = [int if type(each) is float else type(each) for each in (found, value)]
-        if found is not value and not (kinds[0] is kinds[1] and found == value):
-            raise ValueError(f"{call}({name}={found!r}): only {value!r} is taken: {reason}.")
-
-
-def is_first_rank() -> bool:
-    """Whether this process speaks for all ranks of torch.distributed; by itself it does."""
-    return not _is_grouped() or torch.distributed.get_rank() == 0
-
-
-def group_size(group: ProcessGroup | None = None) -> int:
-    """Ranks of the group (None: all); without torch.distributed 1."""
-    return torch.distributed.get_world_size(group) if _is_grouped() else 1
-
-
-def _is_grouped() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def place(group: Any = None) -> tuple[int, int]:
+    """This process among the ranks of the group (None: all), and their number; without torch.distributed 0, 1."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 class WrappedModule(nn.Module):
-    """A module that an engine manages, in place, as `module`.
-
-    Args:
-        module: the model.
-        arguments: for manage(), as they are.
-    """
+    """A module that an engine manages, in place, as `module`; `arguments` are those of manage()."""
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         super().__init__()
@@ -77,11 +53,7 @@ class WrappedModule(nn.Module):
         return None if self._engine is None or self._engine.closed else self._engine
 
     def manage(self, optimizer: torch.optim.Optimizer | None, **more: Any) -> gs.Engine:
-        """Makes the engine; one that had no optimizer is closed before.
-
-        Raises:
-            GeminiError: there is an optimizer already.
-        """
+        """Makes the engine; one that had no optimizer is closed before, one that has is a GeminiError."""
         if self.engine is not None:
             if self.engine.optimizer is not None:
                 raise gs.GeminiError(
@@ -99,9 +71,7 @@ class WrappedModule(nn.Module):
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, with the loss scale of fp16."""
-        if self.engine is None:
-            self.manage(None)
-        self.engine.backward(loss)
+        (self.engine or self.manage(None)).backward(loss)
 
     def unwrap(self) -> nn.Module:
         """The module; still managed."""
@@ -113,29 +83,18 @@ class WrappedModule(nn.Module):
             self.engine.close()
         return self.module
 
+    @takes(destination=None, prefix="", keep_vars=_VARS, only_rank_0=False, from_param=False)
     def state_dict(  # type: ignore[override]
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        only_rank_0: bool = False,
-        from_param: bool = False,
+        self, destination: Any, prefix: str, only_rank_0: bool, from_param: bool
     ) -> dict[str, Any]:
-        """What the module's own has, on the CPU; all ranks call it.
-
-        Args:
-            destination, prefix, keep_vars: as torch has them; keep_vars is refused.
-            only_rank_0: the other ranks get an empty dict.
-            from_param: trained parameters in their compute dtype instead of the fp32 masters.
-        """
-        reason = "the parameters' bytes are in chunks; use module.parameters()"
-        refuse(f"{type(self).__name__}.state_dict", locals(), {"keep_vars": (False, reason)})
-        if self.engine is None:
-            found = self.module.state_dict()
-        else:
-            found = self.engine.model_state_dict(not from_param, rank0_only=only_rank_0)
+        """What the module's own has, on the CPU: fp32 masters; with from_param weights as they are computed with."""
+        found = self.module.state_dict
+        if self.engine is not None:
+            found = functools.partial(
+                self.engine.model_state_dict, not from_param, rank0_only=only_rank_0
+            )
         state = OrderedDict() if destination is None else destination
-        state.update((prefix + name, value) for name, value in found.items())
+        state.update((prefix + name, value) for name, value in found().items())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
@@ -145,52 +104,37 @@ class WrappedModule(nn.Module):
         return self.engine.load_model_state_dict(dict(state_dict), strict)
 
 
-def _of_optim(name: str) -> Any:
-    return property(lambda self: getattr(self.optim, name))
+class WrappedOptimizer(torch.optim.Optimizer):
+    """An optimizer that an engine has taken over, as `optim`; it makes the engine, with `more` of manage()'s arguments.
 
-
-class WrappedOptimizer(Uncopied, torch.optim.Optimizer):
-    """An optimizer that an engine has taken over, as `optim`; it makes the engine.
-
-    Args:
-        module: the wrapper of the model.
-        optimizer: torch.optim.AdamW, Adam, HybridAdam or CPUAdam over parameters of the model.
-        max_norm: clip to this 2-norm in every step; 0: not.
-        ends_step: every backward is followed by its step, so updates may run inside it; see Engine.ends_step.
-        scaling: arguments of manage() for the loss scale.
+    With max_norm each step clips to this 2-norm; ends_step: a step follows each backward (Engine.ends_step).
     """
 
     def __init__(
-        self,
-        module: WrappedModule,
-        optimizer: torch.optim.Optimizer,
-        *,
-        max_norm: float = 0.0,
-        ends_step: bool = False,
-        **scaling: Any,
-    ) -> None:
+        self, module: WrappedModule, optimizer: Any, *, max_norm: float = 0.0, ends_step: bool = False, **more: Any
+    ) -> None:  # fmt: skip
         # The base's own __init__ would make groups of their own: these are the optimizer's.
-        call = type(self).__name__
+        call, kind = type(self).__name__, type(module)
         if not isinstance(module, WrappedModule):
-            raise TypeError(
-                f"{call}: the module must be wrapped before, got {type(module).__name__}"
-            )
-        Arguments(call, {"max_norm": max_norm}).check_number("max_norm", 0, None)
+            raise TypeError(f"{call}: the module must be wrapped before, got {kind.__name__}")
+        if not max_norm >= 0:
+            raise ValueError(f"{call}(max_norm={max_norm!r}): expected a number of at least 0.")
         self.module = module
         self.optim = optimizer
         self.max_norm = float(max_norm)
         self.ends_step = ends_step and not max_norm
-        self.engine = module.manage(optimizer, **scaling)
+        self.engine = module.manage(optimizer, **more)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not made yet
+    def __getattr__(self, name: str) -> Any:  # param_groups, state, defaults
+        if name in ("optim", "engine"):  # not made yet
             raise AttributeError(name)
         return getattr(self.optim, name)
 
+    def __reduce__(self) -> Any:
+        return copy.copy(self.engine)  # which refuses, with the way out
+
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self.optim!r}"
-
-    param_groups, state, defaults = map(_of_optim, ("param_groups", "state", "defaults"))
 
     @property
     def loss_scale(self) -> float:
