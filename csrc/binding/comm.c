@@ -185,7 +185,6 @@ COMM_CALL(reduce_scatter, "KKKK",
 COMM_CALL(all_reduce, "KKKKK",
           gm_comm_all_reduce(c, (uintptr_t)v[0], (size_t)v[1], (gm_comm_dtype)v[2],
                              (gm_comm_op)v[3], v[4]))
-COMM_CALL(agree, "K", gm_comm_agree(c, v[0]))
 
 /* ---- words ---- */
 
@@ -401,7 +400,6 @@ static PyMethodDef comm_methods[] = {
     COMM_METHOD(all_gather, VARARGS, "(address, shard_bytes, stream)"),
     COMM_METHOD(reduce_scatter, VARARGS, "(address, shard_count, dtype, stream)"),
     COMM_METHOD(all_reduce, VARARGS, "(address, count, dtype, op, stream)"),
-    COMM_METHOD(agree, VARARGS, "(stream): are the ranks' collectives the same?"),
     COMM_METHOD(label, VARARGS, "(label): of the collectives from here on."),
     COMM_METHOD(name_ranks, VARARGS, "(names, n): rank r is names[r] of n."),
     COMM_METHOD(history, NOARGS, "The last 512: [(number, words)]."),

@@ -160,10 +160,6 @@ class Communicator:
         """Says what the collectives from here on are for; the same on every rank. 0: nothing."""
         self.core.label(label)
 
-    def agree(self, stream: int = 0) -> None:
-        """Fails on every rank if they have not issued the same collectives; on CUDA later, without a wait."""
-        self._run(self.core.agree, stream)
-
     def rates(self, device: torch.device) -> tuple[float, float]:
         """Bytes/s of all ranks' shards together that an all-gather and a reduce-scatter of bf16 move, in large pieces.
 
