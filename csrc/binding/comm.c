@@ -219,8 +219,11 @@ static PyObject *comm_history(comm *self, PyObject *Py_UNUSED(unused))
 {
     gm_comm *c = self->comm;
     PyObject *list = PyList_New(0);
-    uint64_t last = c ? gm_comm_count(c) : 0;
+    uint64_t last = 0, hash;
     char words[GM_COMM_WORDS];
+    if (c) {
+        gm_comm_calls(c, &last, &hash);
+    }
     for (uint64_t n = last > 512 ? last - 511 : 1; list && n <= last; n++) {
         if (gm_comm_recall(c, n, words)) {
             list =

@@ -183,21 +183,14 @@ static void count(gm_comm *comm, gm_comm_call *call)
 
 void gm_comm_calls(gm_comm *comm, uint64_t *out_number, uint64_t *out_hash)
 {
-    pthread_mutex_lock(&comm->record);
-    *out_number = comm->n_calls;
-    *out_hash = comm->hash;
-    pthread_mutex_unlock(&comm->record);
-}
-
-uint64_t gm_comm_count(gm_comm *comm)
-{
-    uint64_t n = 0;
-    if (comm->owner == getpid()) {
+    *out_number = *out_hash = 0;
+    if (comm->owner ==
+        getpid()) { /* a forked child may have inherited a lock that no thread holds */
         pthread_mutex_lock(&comm->record);
-        n = comm->n_calls;
+        *out_number = comm->n_calls;
+        *out_hash = comm->hash;
         pthread_mutex_unlock(&comm->record);
     }
-    return n;
 }
 
 bool gm_comm_recall(gm_comm *comm, uint64_t number, char out[GM_COMM_WORDS])

@@ -72,9 +72,7 @@ void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context,
                        void (*drop)(void *context));
 
 #define GM_COMM_WORDS 384 /* bytes that hold any collective in words */
-/* Collectives issued so far; the first has number 1. */
-uint64_t gm_comm_count(gm_comm *comm);
-/* Collectives issued so far, and a hash of what must be the same on all ranks in all of them. */
+/* Collectives issued so far (the first has number 1), and a hash of what must be the same on all ranks in all of them. */
 void gm_comm_calls(gm_comm *comm, uint64_t *out_number, uint64_t *out_hash);
 /* That in which the first failure was noticed; 0: there is none, or it has none. */
 uint64_t gm_comm_failed_at(gm_comm *comm);

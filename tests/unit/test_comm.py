@@ -17,7 +17,7 @@ import torch
 import gemini_strategy as gs
 from gemini_strategy import _C
 from gemini_strategy.ranks import comm as comm_module
-from gemini_strategy.ranks.comm import COMM_DTYPES, Communicator, communicator
+from gemini_strategy.ranks.comm import Communicator, communicator
 from helpers.ranks import run_ranks, values
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
@@ -508,10 +508,6 @@ def test_arguments_by_name(alone: None) -> None:
         comm.check()
     with pytest.raises(TypeError):
         _C.Comm()
-
-
-def test_core_and_python_agree_on_dtypes() -> None:
-    assert [COMM_DTYPES[d] for d in FLOATS] == [0, 1, 2]
 
 
 def test_exception_of_the_transport_is_the_cause() -> None:
