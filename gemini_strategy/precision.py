@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from gemini_strategy import _torch
+from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.arguments import (
     Argument,
@@ -21,6 +21,8 @@ from gemini_strategy.arguments import (
 )
 from gemini_strategy.choices import PRECISIONS
 
+FORMATS: dict[torch.dtype, int] = {getattr(torch, name): n for name, n in _C.FORMATS.items()}
+"""The dtypes that the core computes with, and its numbers for them."""
 _RUNNING_STATISTICS = (_torch.BatchNormBase,)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _forwards = threading.local()

@@ -32,8 +32,8 @@ from gemini_strategy.parameters.hooks import SavedTensorNet, root_forwards
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.sharing import check_sharing
-from gemini_strategy.parameters.slot import FORMATS, Slot
-from gemini_strategy.precision import LossScaler
+from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.precision import FORMATS, LossScaler
 from gemini_strategy.ranks.ranks import Ranks
 from gemini_strategy.report.progress import progress
 from gemini_strategy.report.reporting import STATS, Reporting

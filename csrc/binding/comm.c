@@ -185,7 +185,6 @@ COMM_CALL(reduce_scatter, "KKKK",
 COMM_CALL(all_reduce, "KKKKK",
           gm_comm_all_reduce(c, (uintptr_t)v[0], (size_t)v[1], (gm_comm_dtype)v[2],
                              (gm_comm_op)v[3], v[4]))
-COMM_CALL(agree, "K", gm_comm_agree(c, v[0]))
 
 /* ---- words ---- */
 
@@ -220,8 +219,11 @@ static PyObject *comm_history(comm *self, PyObject *Py_UNUSED(unused))
 {
     gm_comm *c = self->comm;
     PyObject *list = PyList_New(0);
-    uint64_t last = c ? gm_comm_count(c) : 0;
+    uint64_t last = 0, hash;
     char words[GM_COMM_WORDS];
+    if (c) {
+        gm_comm_calls(c, &last, &hash);
+    }
     for (uint64_t n = last > 512 ? last - 511 : 1; list && n <= last; n++) {
         if (gm_comm_recall(c, n, words)) {
             list =
@@ -401,7 +403,6 @@ static PyMethodDef comm_methods[] = {
     COMM_METHOD(all_gather, VARARGS, "(address, shard_bytes, stream)"),
     COMM_METHOD(reduce_scatter, VARARGS, "(address, shard_count, dtype, stream)"),
     COMM_METHOD(all_reduce, VARARGS, "(address, count, dtype, op, stream)"),
-    COMM_METHOD(agree, VARARGS, "(stream): are the ranks' collectives the same?"),
     COMM_METHOD(label, VARARGS, "(label): of the collectives from here on."),
     COMM_METHOD(name_ranks, VARARGS, "(names, n): rank r is names[r] of n."),
     COMM_METHOD(history, NOARGS, "The last 512: [(number, words)]."),

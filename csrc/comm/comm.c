@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce", "agreement"};
+static const char *const kind_names[] = {"all_gather", "reduce_scatter", "all_reduce"};
 static const char *const dtype_names[] = {"fp32", "bf16", "fp16", "u64"};
 
 int gm_comm_rank(const gm_comm *comm)
@@ -112,7 +112,7 @@ static void describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_W
     if (has_shards(call)) {
         (void)snprintf(shards, sizeof shards, "%d x ", comm->size);
     }
-    if (call->kind != GM_COMM_AGREE && !call->is_bytes) {
+    if (!call->is_bytes) {
         (void)snprintf(what, sizeof what, "%s of %s", call->op == GM_COMM_MAX ? "max" : "sum",
                        dtype_names[call->dtype]);
     }
@@ -125,14 +125,9 @@ static void describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_W
     if (*what || *label) {
         (void)snprintf(about, sizeof about, " (%s%s%s)", what, *what && *label ? "; " : "", label);
     }
-    if (call->kind == GM_COMM_AGREE) {
-        (void)snprintf(out, GM_COMM_WORDS, "%s number %llu%s", kind_names[call->kind],
-                       (unsigned long long)call->number, about);
-    } else {
-        (void)snprintf(out, GM_COMM_WORDS, "%s number %llu of %s%zu bytes%s",
-                       kind_names[call->kind], (unsigned long long)call->number, shards,
-                       call->count * gm_comm_element_bytes(call), about);
-    }
+    (void)snprintf(out, GM_COMM_WORDS, "%s number %llu of %s%zu bytes%s", kind_names[call->kind],
+                   (unsigned long long)call->number, shards,
+                   call->count * gm_comm_element_bytes(call), about);
 }
 
 void gm_comm_describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_WORDS])
@@ -188,21 +183,14 @@ static void count(gm_comm *comm, gm_comm_call *call)
 
 void gm_comm_calls(gm_comm *comm, uint64_t *out_number, uint64_t *out_hash)
 {
-    pthread_mutex_lock(&comm->record);
-    *out_number = comm->n_calls;
-    *out_hash = comm->hash;
-    pthread_mutex_unlock(&comm->record);
-}
-
-uint64_t gm_comm_count(gm_comm *comm)
-{
-    uint64_t n = 0;
-    if (comm->owner == getpid()) {
+    *out_number = *out_hash = 0;
+    if (comm->owner ==
+        getpid()) { /* a forked child may have inherited a lock that no thread holds */
         pthread_mutex_lock(&comm->record);
-        n = comm->n_calls;
+        *out_number = comm->n_calls;
+        *out_hash = comm->hash;
         pthread_mutex_unlock(&comm->record);
     }
-    return n;
 }
 
 bool gm_comm_recall(gm_comm *comm, uint64_t number, char out[GM_COMM_WORDS])
@@ -330,7 +318,7 @@ static gm_status issue(gm_comm *comm, gm_comm_call *call, gm_stream stream)
         return gm_comm_failure(comm);
     }
     count(comm, call);
-    if (comm->size == 1 || !comm->ops->issue || (call->count == 0 && call->kind != GM_COMM_AGREE)) {
+    if (comm->size == 1 || !comm->ops->issue || call->count == 0) {
         return GM_OK;
     }
     return comm->ops->issue(comm, call, stream);
@@ -365,11 +353,5 @@ gm_status gm_comm_all_reduce(gm_comm *comm, uintptr_t data, size_t count, gm_com
     if (op != GM_COMM_SUM && (op != GM_COMM_MAX || dtype != GM_COMM_U64)) {
         return refuse(comm, &call, "the operation must be sum, or max of u64");
     }
-    return issue(comm, &call, stream);
-}
-
-gm_status gm_comm_agree(gm_comm *comm, gm_stream stream)
-{
-    gm_comm_call call = {.kind = GM_COMM_AGREE, .is_bytes = true};
     return issue(comm, &call, stream);
 }

@@ -17,8 +17,7 @@
  * thread of the communicator where the device is not the host, so a host that waits for its stream wakes up.  An error
  * of the own device is noticed by who asks or waits here, and by the others as a rank that does not come.
  * Ranks that do not issue the same collectives: the host's compare what they are at before any byte moves.  NCCL cannot,
- * so what its collectives leave is to be believed only once a gm_comm_agree() behind them is over and gm_comm_check()
- * has no failure, or the ranks have compared gm_comm_calls() by other means.
+ * so what its collectives leave is to be believed only once the ranks have compared gm_comm_calls().
  * A transport that is written in Python takes the GIL inside a collective, gm_comm_abort and gm_comm_free: whoever
  * calls them, or waits for a lock that is held around them, must have released it (debug builds assert it).
  * A forked child has no communicator: calls fail by name, gm_comm_free does nothing. */
@@ -60,13 +59,6 @@ gm_status gm_comm_reduce_scatter(gm_comm *comm, uintptr_t base, size_t shard_cou
 gm_status gm_comm_all_reduce(gm_comm *comm, uintptr_t data, size_t count, gm_comm_dtype dtype,
                              gm_comm_op op, gm_stream stream);
 
-/* Are the ranks' collectives so far the same: kinds, sizes, dtypes, labels?  All ranks call it at the same places (it
- * is a collective, and counted), the engine once a step.  The host does not wait: a difference becomes the failure of every
- * rank when the stream has come this far and the watching thread, gm_comm_check or the next collective looks.  (It waits if
- * as many as 16 are under way.)  On the host device ranks compare before each collective, so this one is only that
- * comparison: it finds a rank that has left out the last ones, or those of 0 bytes. */
-gm_status gm_comm_agree(gm_comm *comm, gm_stream stream);
-
 /* ---- words for what is being done ---- */
 
 /* Says what the collectives from here on are for, 0: nothing.  Must be the same on every rank, and is compared. */
@@ -80,9 +72,7 @@ void gm_comm_set_namer(gm_comm *comm, gm_comm_namer namer, void *context,
                        void (*drop)(void *context));
 
 #define GM_COMM_WORDS 384 /* bytes that hold any collective in words */
-/* Collectives issued so far; the first has number 1. */
-uint64_t gm_comm_count(gm_comm *comm);
-/* Collectives issued so far, and a hash of what must be the same on all ranks in all of them. */
+/* Collectives issued so far (the first has number 1), and a hash of what must be the same on all ranks in all of them. */
 void gm_comm_calls(gm_comm *comm, uint64_t *out_number, uint64_t *out_hash);
 /* That in which the first failure was noticed; 0: there is none, or it has none. */
 uint64_t gm_comm_failed_at(gm_comm *comm);

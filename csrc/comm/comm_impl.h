@@ -12,7 +12,6 @@ typedef enum gm_comm_kind {
     GM_COMM_ALL_GATHER,
     GM_COMM_REDUCE_SCATTER,
     GM_COMM_ALL_REDUCE,
-    GM_COMM_AGREE, /* no bytes: are `number` and `hash` the same everywhere? */
     GM_COMM_N_KINDS,
 } gm_comm_kind;
 

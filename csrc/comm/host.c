@@ -145,7 +145,7 @@ static gm_status differ(job *j, const header *headers)
                                  : "what the ranks have issued before it (of 0 bytes) differs; ");
 }
 
-static gm_status agree(job *j)
+static gm_status compare(job *j)
 {
     host_comm *c = j->comm;
     const gm_comm_call *call = &j->call;
@@ -295,15 +295,14 @@ static gm_status perform(job *j)
     size_t size = (size_t)j->comm->base.size, count = j->call.count;
     shares shards = {count, count * size};
     shares even = {count / size + (count % size != 0), count};
-    GM_TRY(agree(j));
+    GM_TRY(compare(j));
     switch (j->call.kind) {
     case GM_COMM_ALL_GATHER: return gather(j, shards);
     case GM_COMM_REDUCE_SCATTER: return reduce(j, shards);
     case GM_COMM_ALL_REDUCE: GM_TRY(reduce(j, even)); return gather(j, even);
-    case GM_COMM_AGREE:
     case GM_COMM_N_KINDS: break;
     }
-    return GM_OK; /* the headers were all of it */
+    return GM_OK;
 }
 
 /* ---- the stream ---- */

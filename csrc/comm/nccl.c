@@ -7,8 +7,8 @@
  *
  * Invariants
  *   1. `handle_lock` is held around every call of NCCL that names the handle, and around no other of the driver's: a
- *      thread that waits in the driver does not keep others from aborting.  `lock` is held while flights and agreements
- *      are read or written, and taken before.  Neither is held while a failure is recorded, which aborts.
+ *      thread that waits in the driver does not keep others from aborting.  `lock` is held while flights are read or
+ *      written, and taken before.  Neither is held while a failure is recorded, which aborts.
  *   2. Once aborted or destroyed the handle is NULL and never named again.
  *   3. flights[] has the collectives that may still run, oldest first.  A collective waits for the one before it, on
  *      whatever stream, so `done` only grows and says the same of all before; where the ring is full the newest takes
@@ -16,10 +16,7 @@
  *   4. Time runs against the oldest flight only, from when it was issued or became the oldest: a long queue is not
  *      a late rank.  Whoever looks at the time asks the driver nothing and does not wait for `lock`: another thread may be
  *      in the driver, with the driver's own lock and this one, until what is late ends.  Errors of the device are for
- *      those who wait or ask.
- *   5. An agreement is three things in one stream: {hash, ~hash, number, ~number} to the device, their maximum over the
- *      ranks, and that back to the host.  Where the maximum of x is not the complement of the maximum of ~x the ranks
- *      differ, and every rank sees it.  Each has a slot of its own until its flight is over. */
+ *      those who wait or ask. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -65,8 +62,7 @@ static bool is_ending(nccl_comm *c)
 
 static gm_status report(nccl_comm *c, const trouble *t)
 {
-    return gm_comm_break(&c->base, t->has_call ? &t->call : NULL,
-                         t->status == GM_OK ? GM_ERR_DEVICE : t->status, "%s", t->why);
+    return gm_comm_break(&c->base, t->has_call ? &t->call : NULL, GM_ERR_DEVICE, "%s", t->why);
 }
 
 static void tell_result(trouble *t, const gm_comm_call *call, CUresult result)
@@ -77,64 +73,23 @@ static void tell_result(trouble *t, const gm_comm_call *call, CUresult result)
     (void)snprintf(t->why, sizeof t->why, "%.390s", gm_last_error());
 }
 
-/* ---- agreement ---- */
-
-static void compare(nccl_comm *c, const agreement *a, trouble *t)
-{
-    const digest *most = a->received;
-    uint64_t least_number = ~most->not_number;
-    if (most->hash == ~most->not_hash && most->number == least_number &&
-        most->hash == a->sent->hash && most->number == a->sent->number) {
-        c->agreed_at = a->call.number > c->agreed_at ? a->call.number : c->agreed_at;
-        return;
-    }
-    t->is_there = t->has_call = true;
-    t->status = GM_ERR_STATE;
-    t->call = a->call;
-    (void)snprintf(t->why, sizeof t->why,
-                   "the ranks have not issued the same collectives after number %llu: %llu here, "
-                   "%llu to %llu over the ranks, of different kinds, sizes or labels; what they "
-                   "have left since is not to be used",
-                   (unsigned long long)c->agreed_at, (unsigned long long)a->sent->number,
-                   (unsigned long long)least_number, (unsigned long long)most->number);
-}
-
 static bool is_over(const nccl_comm *c, uint32_t number)
 {
     return (int32_t)(__atomic_load_n(c->done, __ATOMIC_ACQUIRE) - number) >= 0;
 }
 
-/* The lock is held. */
-static void look_at_agreements(nccl_comm *c, trouble *t)
-{
-    for (size_t i = 0; i < N_AGREEMENTS && !t->is_there; i++) {
-        agreement *a = &c->agreements[(c->next_agreement + i) % N_AGREEMENTS];
-        if (a->is_pending && is_over(c, a->number)) {
-            a->is_pending = false;
-            compare(c, a, t);
-        }
-    }
-}
+/* ---- flights ---- */
 
-/* The context is current.  All that flights and agreements will ever need. */
+/* The context is current.  All that flights will ever need. */
 static gm_status prepare(nccl_comm *c)
 {
-    size_t bytes = 2 * N_AGREEMENTS * sizeof(digest);
-    GM_CU(c->cuda->cuMemAlloc(&c->digests, N_AGREEMENTS * sizeof(digest)));
-    GM_CU(c->cuda->cuMemHostAlloc(&c->host_digests, bytes + sizeof *c->done, 0));
-    GM_CU(c->cuda->cuEventCreate(&c->newest, CU_EVENT_DISABLE_TIMING));
-    c->done = (uint32_t *)(void *)((char *)c->host_digests + bytes);
+    void *done;
+    GM_CU(c->cuda->cuMemHostAlloc(&done, sizeof *c->done, 0));
+    c->done = done;
     *c->done = 0;
-    for (size_t i = 0; i < N_AGREEMENTS; i++) {
-        agreement *a = &c->agreements[i];
-        a->data = c->digests + i * sizeof(digest);
-        a->sent = (digest *)c->host_digests + 2 * i;
-        a->received = a->sent + 1;
-    }
+    GM_CU(c->cuda->cuEventCreate(&c->newest, CU_EVENT_DISABLE_TIMING));
     return GM_OK;
 }
-
-/* ---- flights ---- */
 
 /* The lock is held, the context current. */
 static gm_status track(nccl_comm *c, const gm_comm_call *call, CUstream stream)
@@ -165,10 +120,6 @@ static void look(nccl_comm *c, trouble *t)
     while (c->n > 0 && is_over(c, c->flights[c->head].number)) {
         c->head = (c->head + 1) % N_FLIGHTS;
         c->n--;
-    }
-    look_at_agreements(c, t);
-    if (t->is_there) {
-        return;
     }
     t->has_call = c->n > 0;
     t->call = c->flights[c->head].call;
@@ -334,58 +285,11 @@ static void call_nccl(nccl_comm *c, const gm_comm_call *call, CUstream stream, t
 }
 
 /* The lock is held, the context current. */
-static gm_status issue_collective(nccl_comm *c, const gm_comm_call *call, CUstream stream,
-                                  trouble *t)
+static gm_status start(nccl_comm *c, const gm_comm_call *call, CUstream stream, trouble *t)
 {
-    look_at_agreements(c, t);
-    if (t->is_there) {
-        return GM_OK;
-    }
     GM_TRY(follow(c, stream));
     call_nccl(c, call, stream, t);
     return t->is_there ? GM_OK : track(c, call, stream);
-}
-
-/* The lock is held, and let go while the slot is waited for. */
-static agreement *next_agreement(nccl_comm *c, trouble *t)
-{
-    agreement *a = &c->agreements[c->next_agreement];
-    for (look_at_agreements(c, t); a->is_pending && !t->is_there; look_at_agreements(c, t)) {
-        pthread_mutex_unlock(&c->lock);
-        gm_nccl_rest(200000);
-        pthread_mutex_lock(&c->lock);
-        t->is_there = is_ending(c); /* the watcher has found a failure */
-        ask_driver(c, t);
-    }
-    c->next_agreement = (c->next_agreement + 1) % N_AGREEMENTS;
-    return a;
-}
-
-/* The lock is held, the context current. */
-static gm_status issue_agreement(nccl_comm *c, const gm_comm_call *call, CUstream stream,
-                                 trouble *t)
-{
-    agreement *a = next_agreement(c, t);
-    if (t->is_there) {
-        return GM_OK;
-    }
-    GM_TRY(follow(c, stream));
-    gm_comm_call on_digest = *call; /* on the device it is a maximum */
-    on_digest.base = (uintptr_t)a->data;
-    on_digest.count = sizeof(digest) / sizeof(uint64_t);
-    a->call = *call;
-    *a->sent = (digest){call->hash, ~call->hash, call->number, ~call->number};
-    c->is_untracked = true; /* until track() is through */
-    GM_CU(c->cuda->cuMemcpyHtoDAsync(a->data, a->sent, sizeof(digest), stream));
-    call_nccl(c, &on_digest, stream, t);
-    if (t->is_there) {
-        return GM_OK;
-    }
-    GM_CU(c->cuda->cuMemcpyDtoHAsync(a->received, a->data, sizeof(digest), stream));
-    GM_TRY(track(c, call, stream));
-    a->number = atomic_load(&c->n_flights);
-    a->is_pending = true;
-    return GM_OK;
 }
 
 static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream stream)
@@ -399,8 +303,7 @@ static gm_status nccl_issue(gm_comm *comm, const gm_comm_call *call, gm_stream s
     if (is_ending(c)) { /* the watcher has just found a failure */
         t.is_there = true;
     } else {
-        status = call->kind == GM_COMM_AGREE ? issue_agreement(c, call, cuda_stream, &t)
-                                             : issue_collective(c, call, cuda_stream, &t);
+        status = start(c, call, cuda_stream, &t);
     }
     pthread_mutex_unlock(&c->lock);
     gm_nccl_leave(c);
@@ -464,8 +367,7 @@ static void free_memory(nccl_comm *c)
         gm_nccl_rest(200000);
     }
     if (result != CUDA_ERROR_NOT_READY && !c->is_untracked) {
-        (void)(c->digests ? c->cuda->cuMemFree(c->digests) : CUDA_SUCCESS);
-        (void)(c->host_digests ? c->cuda->cuMemFreeHost(c->host_digests) : CUDA_SUCCESS);
+        (void)(c->done ? c->cuda->cuMemFreeHost(c->done) : CUDA_SUCCESS);
     }
     (void)(c->newest ? c->cuda->cuEventDestroy(c->newest) : CUDA_SUCCESS);
 }

@@ -108,11 +108,9 @@ nccl_result gm_nccl_call(nccl_comm *c, const gm_comm_call *call, CUstream stream
     case GM_COMM_REDUCE_SCATTER:
         return n->reduce_scatter(base, own, call->count, dtype, op, c->handle, stream);
     case GM_COMM_ALL_REDUCE:
-        return n->all_reduce(base, base, call->count, dtype, op, c->handle, stream);
-    case GM_COMM_AGREE:
     case GM_COMM_N_KINDS: break;
     }
-    return n->all_reduce(base, base, call->count, NCCL_U64, NCCL_MAX, c->handle, stream);
+    return n->all_reduce(base, base, call->count, dtype, op, c->handle, stream);
 }
 
 #endif

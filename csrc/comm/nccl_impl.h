@@ -50,24 +50,11 @@ gm_status gm_nccl(const char *path, const nccl_api **out);
 
 /* ---- a communicator; the invariants of nccl.c ---- */
 
-enum { N_FLIGHTS = 256, N_AGREEMENTS = 16 };
+enum { N_FLIGHTS = 256 };
 typedef struct flight {
     gm_comm_call call;
     uint32_t number; /* 1, 2, ...; may wrap */
 } flight;
-
-/* What the ranks compare, and the maxima of it. */
-typedef struct digest {
-    uint64_t hash, not_hash, number, not_number;
-} digest;
-
-typedef struct agreement {
-    bool is_pending;
-    uint32_t number; /* its flight's */
-    gm_comm_call call;
-    CUdeviceptr data;        /* a digest */
-    digest *sent, *received; /* pinned host memory */
-} agreement;
 
 typedef struct nccl_comm {
     gm_comm base; /* first: a gm_comm * is an nccl_comm * */
@@ -89,12 +76,6 @@ typedef struct nccl_comm {
     _Atomic double busy_at; /* when one was issued last while none was under way */
     uint32_t *done; /* of the newest that is over; pinned host memory, which the device writes */
     CUevent newest; /* behind the newest flight */
-    CUdeviceptr digests; /* N_AGREEMENTS on the device */
-    void *host_digests;  /* 2 * N_AGREEMENTS, pinned; `done` is behind them */
-    /* A ring: the oldest pending one is at next_agreement or behind it. */
-    agreement agreements[N_AGREEMENTS];
-    size_t next_agreement;
-    uint64_t agreed_at; /* the collectives before this one are the same on all ranks */
     bool has_watcher;
     pthread_t watcher;
     pthread_mutex_t rest; /* the watcher's: of is_stopping alone */
@@ -104,7 +85,6 @@ typedef struct nccl_comm {
 
 typedef struct trouble {
     bool is_there, has_call;
-    gm_status status; /* GM_OK: the device's */
     gm_comm_call call;
     char why[400];
 } trouble;

@@ -332,8 +332,7 @@ static gm_status sum_of_ranks(gm_engine *engine, uint32_t param, uintptr_t data,
                                       engine->ranks.stream));
         }
     }
-    GM_TRY(gm_ranks_agree(engine)); /* no step of ours will compare */
-    return gm_ranks_settle(engine); /* nor ask for a failure before it is used */
+    return gm_ranks_agree(engine); /* no step of ours will compare, nor ask for a failure */
 }
 
 gm_status gm_engine_sum(gm_engine *engine, uint32_t param, uintptr_t data, size_t count,

@@ -487,14 +487,14 @@ typedef enum gm_purpose {
     GM_N_PURPOSES
 } gm_purpose;
 void gm_ranks_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk);
-/* Whether all ranks have issued the same so far: a collective that nobody waits for. */
-gm_status gm_ranks_agree(gm_engine *engine);
 /* A failure of the communicators that showed after a collective was issued. */
 gm_status gm_ranks_check(const gm_engine *engine);
 /* Waits for what other ranks have a part in, so far: none of it has failed. */
 gm_status gm_ranks_settle(gm_engine *engine);
 /* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
 gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n);
+/* All ranks have issued the same collectives so far, and these are over; else it is the end of the communicators. */
+gm_status gm_ranks_agree(gm_engine *engine);
 /* "... on ranks 0, 2, ... on rank 1": what each rank has for its value.  Likewise. */
 gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
                         void (*say)(const gm_engine *engine, uint64_t value, char *out,

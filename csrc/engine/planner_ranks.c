@@ -238,7 +238,6 @@ static gm_status plan_from(gm_engine *engine, gm_inputs *in)
 gm_status gm_planner_ranks_run(gm_engine *engine)
 {
     bool is_due = engine->weights.collectives == NULL;
-    GM_TRY(gm_ranks_agree(engine));
     if (!is_due) {
         GM_TRY(gm_ranks_wish(engine, engine->room.wants_plan, &is_due));
     }

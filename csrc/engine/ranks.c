@@ -11,7 +11,7 @@
  *   3. A collective that fails lets what waits for it go on, with bytes that are no longer right.  The failure is recorded
  *      before that, so whoever gives bytes away that a fence has let through asks gm_ranks_check first.
  *
- * The host waits in: gm_ranks_max, gm_ranks_settle; gm_ranks_wish, for what was issued a step ago. */
+ * The host waits in: gm_ranks_max, gm_ranks_agree, gm_ranks_settle; gm_ranks_wish, for what was issued a step ago. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
@@ -57,16 +57,6 @@ void gm_ranks_label(gm_engine *engine, gm_purpose purpose, uint32_t chunk)
     if (engine->ranks.replica_comm) {
         gm_comm_label(engine->ranks.replica_comm, label);
     }
-}
-
-gm_status gm_ranks_agree(gm_engine *engine)
-{
-    if (engine->ranks.shard_comm) {
-        GM_TRY(gm_comm_agree(engine->ranks.shard_comm, engine->ranks.stream));
-    }
-    return engine->ranks.replica_comm
-               ? gm_comm_agree(engine->ranks.replica_comm, engine->ranks.stream)
-               : GM_OK;
 }
 
 void gm_ranks_init(gm_engine *engine, const gm_engine_options *options)
@@ -183,6 +173,31 @@ gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n)
         memcpy(values + done, &engine->sums.home[index], some * sizeof *values);
     }
     return GM_OK;
+}
+
+gm_status gm_ranks_agree(gm_engine *engine)
+{
+    gm_comm *comms[] = {engine->ranks.shard_comm, engine->ranks.replica_comm};
+    uint64_t mine[4] = {0}, all[8]; /* number and hash of each; their complements behind */
+    bool is_same = true;
+    for (int i = 0; i < 2; i++) {
+        if (comms[i]) {
+            gm_comm_calls(comms[i], &mine[2 * i], &mine[2 * i + 1]);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        all[i] = mine[i];
+        all[4 + i] = ~mine[i];
+    }
+    GM_TRY(gm_ranks_max(engine, all, 8));
+    for (int i = 0; i < 4; i++) {
+        is_same = is_same && all[i] == mine[i] && all[4 + i] == ~mine[i];
+    }
+    for (int i = 0; i < 2 && !is_same; i++) {
+        gm_comm_abort(comms[i], "the ranks have not issued the same collectives; what these have "
+                                "left is not to be used");
+    }
+    return gm_ranks_check(engine);
 }
 
 gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,

@@ -31,8 +31,7 @@ from gemini_strategy.estimates.tensors import Live, Operations, Work
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.hooks import is_compiled
 from gemini_strategy.parameters.registration import Registration
-from gemini_strategy.parameters.slot import FORMATS
-from gemini_strategy.precision import Precision
+from gemini_strategy.precision import FORMATS, Precision
 from gemini_strategy.report.tables import count_tokens
 from gemini_strategy.roots import roots, title
 

@@ -29,9 +29,8 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.parameters import absent, quantized
 from gemini_strategy.parameters.low import note_seen, settled_low
 from gemini_strategy.parameters.order import is_dense, is_same
-from gemini_strategy.precision import weight_dtypes
+from gemini_strategy.precision import FORMATS, weight_dtypes
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # key in optimizer.state, and dtype, of what a weight lacks to be an fp32 master
 _LOW = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
 
@@ -74,7 +73,7 @@ def _add_squares(
 ) -> bytes | None:
     """Adds the squares of one tensor to `total` (host) or to its device's sum."""
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+    if tensor.layout is not torch.strided or tensor.dtype not in FORMATS:
         raise TypeError(
             f"grad_norm takes dense fp32, bf16 and fp16 tensors, not {tensor.layout} "
             f"{tensor.dtype} of shape {tuple(tensor.shape)}; convert it first (to_dense(), float())"
@@ -82,7 +81,7 @@ def _add_squares(
     if tensor.numel() == 0:
         return total
     tensor = _readable(tensor if is_dense(tensor) else tensor.contiguous())
-    dtype, device = _DTYPES[tensor.dtype], tensor.device
+    dtype, device = FORMATS[tensor.dtype], tensor.device
     if device.type == "cpu":
         return _C.sumsq_host(tensor.data_ptr(), dtype, tensor.numel(), total)
     if device.type != "cuda":
@@ -274,7 +273,7 @@ class HybridAdam(torch.optim.Optimizer):
             self._complete_group(group)
             self._scalars(group, 1, 1.0, 1.0)
             for i, p in enumerate(group["params"]):
-                if p.dtype not in _DTYPES:
+                if p.dtype not in FORMATS:
                     raise TypeError(
                         f"{self._name(before, i)} is {p.dtype}; {type(self).__name__} trains fp32, "
                         "bf16 and fp16 parameters: convert it, or leave it to another optimizer"
@@ -316,7 +315,7 @@ class HybridAdam(torch.optim.Optimizer):
                 f"the gradient of {name} is {grad.layout}; {type(self).__name__} takes dense "
                 "gradients only: build the embedding with sparse=False"
             )
-        if grad.dtype not in _DTYPES or p.dtype not in _DTYPES:
+        if grad.dtype not in FORMATS or p.dtype not in FORMATS:
             raise TypeError(
                 f"{name} is {p.dtype} with a gradient of {grad.dtype}; {type(self).__name__} takes "
                 "fp32, bf16 and fp16: convert it"
@@ -446,8 +445,8 @@ class HybridAdam(torch.optim.Optimizer):
         is_cuda = p.device.type == "cuda"
         arguments = (
             *((p.device.index, _stream(p.device)) if is_cuda else (-1, 0)),
-            _DTYPES[p.dtype],
-            _DTYPES[grad.dtype],
+            FORMATS[p.dtype],
+            FORMATS[grad.dtype],
             weight.data_ptr(),
             low.data_ptr() if low is not None else 0,
             state["exp_avg"].data_ptr(),
@@ -659,7 +658,7 @@ def _cast_(p: nn.Parameter, dtype: torch.dtype) -> None:
     weight = torch.empty_like(master, dtype=dtype)
     low = torch.empty_like(master, dtype=_LOW[dtype][1])
     _C.split_host(
-        _DTYPES[dtype], master.data_ptr(), weight.data_ptr(), low.data_ptr(), master.numel()
+        FORMATS[dtype], master.data_ptr(), weight.data_ptr(), low.data_ptr(), master.numel()
     )
     p.data = weight.to(p.device)
     if p.requires_grad:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters.slot import FORMATS
+from gemini_strategy.precision import FORMATS
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot

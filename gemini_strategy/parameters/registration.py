@@ -18,8 +18,8 @@ from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, want
 from gemini_strategy.parameters.low import settled_low
 from gemini_strategy.parameters.means import average_grad
 from gemini_strategy.parameters.parameter import managed_class
-from gemini_strategy.parameters.slot import FORMATS, Slot
-from gemini_strategy.precision import weight_dtypes
+from gemini_strategy.parameters.slot import Slot
+from gemini_strategy.precision import FORMATS, weight_dtypes
 from gemini_strategy.sizes import size_text
 
 if TYPE_CHECKING:

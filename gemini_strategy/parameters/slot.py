@@ -18,11 +18,11 @@ from gemini_strategy.parameters import absent, gate, keyed, order
 from gemini_strategy.parameters.given import Given
 from gemini_strategy.parameters.homes import STATES, Weight
 from gemini_strategy.parameters.low import merge, split_low
+from gemini_strategy.precision import FORMATS
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
-FORMATS: dict[torch.dtype, int] = {getattr(torch, name): n for name, n in _C.FORMATS.items()}
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient", "low")
 _WEIGHT, _MASTER, _M, _V, _GRAD, _LOW = (_C.FIELDS[name] for name in _NAMES)
 _KEYS = {_WEIGHT: "weight", _MASTER: "weight", _M: "exp_avg", _V: "exp_avg_sq", _GRAD: "grad"}

@@ -29,10 +29,10 @@ import torch.distributed as dist
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiDeviceError, GeminiError
+from gemini_strategy.precision import FORMATS
 
 # The core's numbers (gm_comm_dtype); 64-bit integers are summed and compared without a sign.
-COMM_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-COMM_DTYPES |= {torch.uint64: 3, torch.int64: 3}
+COMM_DTYPES = {**FORMATS, torch.uint64: 3, torch.int64: 3}
 DEFAULT_TIMEOUT = 300.0
 _TAG = 0
 _PROBE_BYTES, _PROBE_RUNS = 64 << 20, 6
@@ -159,10 +159,6 @@ class Communicator:
     def label(self, label: int) -> None:
         """Says what the collectives from here on are for; the same on every rank. 0: nothing."""
         self.core.label(label)
-
-    def agree(self, stream: int = 0) -> None:
-        """Fails on every rank if they have not issued the same collectives; on CUDA later, without a wait."""
-        self._run(self.core.agree, stream)
 
     def rates(self, device: torch.device) -> tuple[float, float]:
         """Bytes/s of all ranks' shards together that an all-gather and a reduce-scatter of bf16 move, in large pieces.

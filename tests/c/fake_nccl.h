@@ -13,17 +13,14 @@ typedef struct gm_fake {
     atomic_int driver_error;   /* of cuEventQuery */
     atomic_int polls; /* of the asynchronous state that say "in progress" before async_error */
     atomic_int async_error;
-    atomic_int call_result; /* of a collective */
-    atomic_bool has_other;  /* `other` takes part in maxima of 4 words: another rank */
-    uint64_t other[4];
-    atomic_bool has_no_room; /* the device */
+    atomic_int call_result;  /* of a collective */
+    atomic_bool has_no_room; /* the host */
     atomic_bool
         is_full; /* the stream's queue: who puts a number there waits, until gm_fake_finish */
     /* seen */
     atomic_int n_live, n_aborted, n_destroyed; /* communicators */
     atomic_int n_waiting;                      /* threads, in the driver */
     atomic_int n_events, n_contexts, n_buffers;
-    uint64_t words[4]; /* the last maximum, before it is taken */
     const void *src;
     void *dst;
     size_t count;

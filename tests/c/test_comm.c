@@ -321,7 +321,6 @@ static void *late_rounds(void *context)
         gm_note_access(dev, norm, sizeof *norm, true, GM_STREAM_HOST);
         CHECK_OK(gm_comm_all_reduce(comm, (uintptr_t)norm, 1, GM_COMM_U64, GM_COMM_SUM, copies));
         CHECK_OK(gm_comm_all_gather(comm, addr, SHARD * sizeof(float), gathers));
-        CHECK_OK(gm_comm_agree(comm, reduces));
         CHECK_OK(ops->event_record(dev, done[2], gathers));
         CHECK_OK(ops->event_wait(dev, done[2], copies));
         CHECK_OK(ops->copy_d2h(dev, home, addr, bytes, copies));
@@ -452,6 +451,13 @@ static void name_label(void *context, uint64_t label, char *out, size_t bytes)
     (void)snprintf(out, bytes, "%s's chunk %d", (const char *)context, (int)label);
 }
 
+static uint64_t n_calls(gm_comm *comm)
+{
+    uint64_t n, hash;
+    gm_comm_calls(comm, &n, &hash);
+    return n;
+}
+
 /* The same bytes for something else: only the label says so. */
 static void *different_labels(void *context)
 {
@@ -468,25 +474,27 @@ static void *different_labels(void *context)
     CHECK(gm_comm_all_gather(comm, (uintptr_t)x, 4, 0) == GM_ERR_STATE);
     (void)snprintf(me->text, sizeof me->text, "%s", gm_last_error());
     CHECK(memcmp(before, x, sizeof x) == 0 && gm_comm_failed_at(comm) == 2);
-    CHECK(gm_comm_agree(comm, 0) == GM_ERR_STATE && gm_comm_count(comm) == 2);
+    CHECK(gm_comm_all_gather(comm, (uintptr_t)x, 4, 0) == GM_ERR_STATE);
+    CHECK(n_calls(comm) == 2);
     gm_comm_free(comm);
     return NULL;
 }
 
-/* Collectives of no bytes meet nobody; the agreement behind them finds the rank that had another one. */
+/* Collectives of no bytes meet nobody; the next one of some finds the rank that had another one. */
 static void *different_nothings(void *context)
 {
     member *me = context;
     end e;
     gm_comm *comm = new_comm(&e, me->world, me->rank);
+    float x[3] = {1, 2, 3};
     for (int step = 0; step < 3; step++) {
         CHECK_OK(gm_comm_all_gather(comm, 0, 0, 0));
-        CHECK_OK(gm_comm_agree(comm, 0));
+        CHECK_OK(gm_comm_all_gather(comm, (uintptr_t)x, 4, 0));
     }
-    CHECK(e.n_exchanges == 3);
+    CHECK(e.n_exchanges == 6); /* headers and bytes */
     CHECK_OK(me->rank == 2 ? gm_comm_reduce_scatter(comm, 0, 0, GM_COMM_F32, 0)
                            : gm_comm_all_gather(comm, 0, 0, 0));
-    CHECK(gm_comm_agree(comm, 0) == GM_ERR_STATE);
+    CHECK(gm_comm_all_gather(comm, (uintptr_t)x, 4, 0) == GM_ERR_STATE);
     (void)snprintf(me->text, sizeof me->text, "%s", gm_last_error());
     CHECK(e.n_closed > 0);
     gm_comm_free(comm);
@@ -503,12 +511,12 @@ static void check_records(void)
     open_world(&w, 1);
     gm_comm *comm = new_comm(&e, &w, 0);
     float x[4];
-    CHECK(gm_comm_count(comm) == 0 && !gm_comm_recall(comm, 0, words));
+    CHECK(n_calls(comm) == 0 && !gm_comm_recall(comm, 0, words));
     CHECK(!gm_comm_recall(comm, 1, words));
     for (uint64_t i = 1; i <= 1300; i++) {
         gm_comm_label(comm, i % 3 ? i : 0);
         CHECK_OK(gm_comm_all_reduce(comm, (uintptr_t)x, i % 4, GM_COMM_BF16, GM_COMM_SUM, 0));
-        CHECK(gm_comm_count(comm) == i && gm_comm_recall(comm, i, words));
+        CHECK(n_calls(comm) == i && gm_comm_recall(comm, i, words));
         CHECK(!gm_comm_recall(comm, i + 1, words));
         CHECK(gm_comm_recall(comm, i - 511, words) == (i >= 512));
         CHECK(!gm_comm_recall(comm, i - 512, words));
@@ -522,9 +530,6 @@ static void check_records(void)
     CHECK(strcmp(words, "all_reduce number 1002 of 4 bytes (sum of bf16)") == 0);
     gm_comm_set_namer(comm, NULL, NULL, NULL);
     CHECK(gm_comm_recall(comm, 1001, words) && strstr(words, "label 1001"));
-    CHECK_OK(gm_comm_agree(comm, 0)); /* alone */
-    CHECK(gm_comm_recall(comm, 1301, words));
-    CHECK(strcmp(words, "agreement number 1301 (label 1300)") == 0);
     gm_comm_free(comm);
 }
 
@@ -557,7 +562,7 @@ static void check_plain(void)
     }
     run_ranks(3, different_nothings, 0, false, ranks);
     for (int r = 0; r < 3; r++) {
-        CHECK(strstr(ranks[r].text, "agreement number 8, rank"));
+        CHECK(strstr(ranks[r].text, "all_gather number 8 of 3 x 4 bytes, rank"));
         CHECK(strstr(ranks[r].text, "what the ranks have issued before it (of 0 bytes) differs"));
     }
 }

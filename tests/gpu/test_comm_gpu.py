@@ -195,35 +195,25 @@ def test_rank_that_goes(how: str, word: str, tmp_path: Path) -> None:
 
 
 def check_agreement(rank: int, size: int) -> None:
-    """The same bytes for another chunk: nothing but the agreement behind them can tell, and it does on every rank."""
+    """The gradient of another parameter of the same size: NCCL sums both, and every rank is told behind the sum."""
     device = here(rank)
-    with communicator(device=device, timeout=PATIENT) as comm:
-        x = torch.zeros(size * MIB, dtype=torch.uint8, device=device)
-        for _ in range(40):  # more than can be under way at once
-            for label in (1, 2, 3):
-                comm.label(label)
-                comm.all_gather(x.data_ptr(), MIB, current_stream())
-            comm.agree(current_stream())
-        torch.cuda.synchronize()
-        comm.check()
-        comm.label(9 if rank == size - 1 else 4)
-        comm.all_gather(x.data_ptr(), MIB, current_stream())
-        comm.label(0)
-        comm.agree(current_stream())
-        torch.cuda.synchronize()
-        if size == 1:
-            comm.check()
-            return
-        began = time.monotonic()
-        with pytest.raises(gs.GeminiError) as raised:
-            comm.check()
+    model = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2)).to(device)
+    engine = gs.manage(model, timeout=PATIENT)
+    x, mine = torch.ones(2, 64, device=device), rank % 2
+    y = (model[0](x) * (1 - mine) + model[1](x) * mine).sum()
+    if size == 1:
+        torch.autograd.backward(y, inputs=[model[mine].weight])
+        engine.close()
+        return
+    began = time.monotonic()
+    with pytest.raises(gs.GeminiError) as raised:
+        torch.autograd.backward(y, inputs=[model[mine].weight])
     text = str(raised.value)
     assert time.monotonic() - began < 30
-    assert f"agreement number 162, rank {rank} of {size}" in text and "after number 160" in text
-    assert "the ranks differ from collective 161 on: " in text, text
-    assert f"rank {size - 1} all_gather of {size} x {MIB} bytes (label 9)" in text, text
-    with pytest.raises(ValueError, match="closed"):
-        comm.agree(current_stream())
+    assert "the ranks have not issued the same collectives" in text, text
+    assert "the gradient of parameter 0" in text and "the gradient of parameter 1" in text, text
+    with pytest.warns(RuntimeWarning):
+        engine.close()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import gemini_strategy as gs
 from gemini_strategy.optim import managed
-from gemini_strategy.parameters.slot import FORMATS
+from gemini_strategy.precision import FORMATS
 from gemini_strategy.weights import files as weight_files
 from helpers.pairs import turns
 from helpers.reference import Managed, Recipe, assert_same_bits, assert_same_outcome, drive

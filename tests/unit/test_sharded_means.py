@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy.ranks.comm import _Gloo
 from helpers.ranks import run_ranks, values
 from helpers.sharded import Exact, ExactCase
 
@@ -128,3 +131,37 @@ def test_what_cannot_be_averaged_is_named(tmp_path: Path) -> None:
         assert (
             sparse.startswith("weight: its gradient is torch.sparse") and "sparse=False" in sparse
         )
+
+
+HEADER_BYTES = 48  # of csrc/comm/host.c, which ranks compare before the bytes
+
+
+def check_others_unseen(rank: int, size: int) -> str:
+    """As with NCCL, which compares nothing: each rank takes the other's header for its own."""
+    exchange, is_unseen = _Gloo.exchange, threading.Event()
+
+    def exchange_unseen(self: _Gloo, out: Any, into: Any) -> None:
+        exchange(self, out, into)
+        for (mine, _), (theirs, n_bytes) in zip(out, into, strict=True):
+            if is_unseen.is_set() and n_bytes == HEADER_BYTES:
+                ctypes.memmove(theirs, mine, n_bytes)
+
+    _Gloo.exchange = exchange_unseen
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+    engine = gs.manage(model, device="cpu", device_budget="200kB", timeout=PATIENT)
+    y = (model[0](torch.ones(2, 8)) * (1 - rank) + model[1](torch.ones(2, 8)) * rank).sum()
+    is_unseen.set()
+    with pytest.raises(gs.GeminiError) as other:
+        torch.autograd.backward(y, inputs=[model[rank].weight])
+    assert model[rank].weight.grad is None
+    with pytest.warns(RuntimeWarning):
+        engine.close()
+    _Gloo.exchange = exchange
+    return str(other.value)
+
+
+def test_mean_of_different_parameters_is_found_behind_the_sum(tmp_path: Path) -> None:
+    for rank, text in enumerate(values(run_ranks(2, tmp_path, check_others_unseen))):
+        assert text.startswith(f"{rank}.weight: the mean of its gradients over the ranks: ")
+        assert "the ranks have not issued the same collectives" in text, text
+        assert "the gradient of parameter 0" in text and "the gradient of parameter 1" in text, text
