@@ -59,6 +59,20 @@ struct gm_lease {
     void *old; /* the weight's bytes when last compared; NULL unless watched */
 };
 
+/* What the gradients of a task are multiplied by. */
+typedef enum gm_factor {
+    GM_FACTOR_KNOWN, /* the factor of each range */
+    GM_FACTOR_LATE, /* the step's clip, read when the task runs: the host has not seen it (clip.c) */
+    GM_FACTOR_REDO, /* the same, and the task has nothing to do if that did not fire */
+} gm_factor;
+
+/* A task as a host call. */
+typedef enum gm_run {
+    GM_RUN_NONE,    /* not issued, or it has ended */
+    GM_RUN_ISSUED,  /* it has not ended */
+    GM_RUN_DROPPED, /* likewise, and its result is not wanted: it need not begin */
+} gm_run;
+
 /* One chunk's update in one step.  Two per chunk take turns, because the host may prepare a step while the host
  * update of the last one has not run yet; a third one is for what is speculated. */
 typedef struct gm_task {
@@ -67,11 +81,25 @@ typedef struct gm_task {
     gm_adam_from from;     /* of a speculation */
     gm_adam_range *ranges; /* (the chunk's parameters,) */
     size_t n_ranges;
-    atomic_bool is_running; /* issued as a host call that has not ended */
-    atomic_bool is_dropped; /* nobody wants its result any more: if it has not begun it need not */
-    bool is_late; /* gradients are multiplied by the step's clip (clip.c), which nobody had seen */
-    bool is_redo; /* it has nothing to do if that did not fire */
+    _Atomic gm_run run;
+    gm_factor factor;
 } gm_task;
+
+/* The update of a chunk; update.c draws the moves. */
+typedef enum gm_update_state {
+    GM_UPDATE_NONE,    /* there is none, or it has been issued */
+    GM_UPDATE_ARMED,   /* task[] is ready for the backward that brings the gradient */
+    GM_UPDATE_PENDING, /* task[] waits to be issued */
+    GM_N_UPDATE_STATES
+} gm_update_state;
+
+/* The update that a chunk's next step will probably be; speculation.c draws the moves. */
+typedef enum gm_result_state {
+    GM_RESULT_NONE,
+    GM_RESULT_NUMBERED, /* task[GM_SPECULATED] may run */
+    GM_RESULT_MADE,     /* it has run, or will */
+    GM_N_RESULT_STATES
+} gm_result_state;
 
 /* How many of something a step has, as far as the steps before tell: the most, until some steps in a row had fewer. */
 typedef struct gm_habit {
@@ -89,17 +117,15 @@ typedef struct gm_chunk_state {
     uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
     /* The gathered weights, as all ranks see them; see weights.c. */
     bool is_gathered, is_doomed;
-    uint8_t *spilled;           /* these, where the device had no room; NULL: they are there */
-    uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */
-    uint64_t arrival;           /* the pass that n_arrived counts */
-    uint64_t updated;           /* the pass whose backward has updated the chunk */
-    atomic_ullong n_immediate;  /* updates inside a backward, so far */
-    bool is_pending;            /* task[] waits to be issued */
-    bool is_armed;              /* task[] is ready for an immediate update */
-    gm_task task[3];            /* of even steps, of odd ones, GM_SPECULATED */
-    /* See speculation.c. */
-    bool is_numbered, has_result;   /* task[GM_SPECULATED] may run; it has, or will */
-    uint64_t seen[GM_N_OWN_PIECES]; /* versions of the pieces that it has read */
+    uint8_t *spilled;               /* these, where the device had no room; NULL: they are there */
+    uint64_t version, gathered;     /* of the chunk's weights; of those that were gathered */
+    uint64_t arrival;               /* the pass that n_arrived counts */
+    uint64_t updated;               /* the pass whose backward has updated the chunk */
+    atomic_ullong n_immediate;      /* updates inside a backward, so far */
+    gm_update_state update;         /* written in update.c alone */
+    gm_task task[3];                /* of even steps, of odd ones, GM_SPECULATED */
+    gm_result_state result;         /* written in speculation.c alone */
+    uint64_t seen[GM_N_OWN_PIECES]; /* versions of the pieces that the result was made of */
     gm_habit backwards;             /* that completed its gradient */
     gm_habit arrivals;              /* of gradients in one backward, see arrive.c */
 } gm_chunk_state;
@@ -393,6 +419,17 @@ static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint
     return &engine->params[gm_layout_chunk(engine->layout, chunk)->first_param].spec;
 }
 
+/* The chunk's update in the last step. */
+static inline gm_task *gm_task_of(const gm_engine *engine, uint32_t chunk)
+{
+    return &engine->chunk_states[chunk].task[engine->step.n & 1];
+}
+
+static inline bool gm_is_pending(const gm_engine *engine, uint32_t chunk)
+{
+    return engine->chunk_states[chunk].update == GM_UPDATE_PENDING;
+}
+
 /* It is on the device from the beginning to the end, and has no home. */
 static inline bool gm_stays(const gm_engine *engine, uint32_t chunk)
 {
@@ -642,14 +679,13 @@ size_t gm_speculation_budget(const gm_engine *engine); /* bytes of spares that a
 /* Of the device, that the driver will take to pin what a plan may take and has not yet. */
 size_t gm_speculation_device_bytes(const gm_engine *engine);
 bool gm_speculation_wants_numbers(gm_engine *engine); /* of the coming step */
-void gm_speculation_note_numbers(gm_engine *engine);
 void gm_speculation_note_norm(gm_engine *engine);
 void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint32_t n);
-void gm_speculation_take_room(gm_engine *engine); /* for what the plan speculates, or a part */
-void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk); /* its ranges are complete */
+void gm_speculation_take_room(gm_engine *engine);     /* for what the plan speculates, or a part */
+void gm_speculation_begin_numbers(gm_engine *engine); /* tasks of NUMBERED chunks get ranges */
+void gm_speculation_end_numbers(gm_engine *engine);
 gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk); /* that runs now; NULL: none */
 void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);
-bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk); /* of the bytes there are */
 void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Whether this task would give the result that there is. */
 bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);

@@ -236,7 +236,8 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_WRITE, update));
     GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, update));
     pass_through p = {.chunk = chunk, .task = task};
-    if (task->is_late) { /* states may come in before the factor is known: they do not wait for it */
+    if (task->factor ==
+        GM_FACTOR_LATE) { /* states may come in before the factor is known: they do not wait for it */
         GM_TRY(gm_clip_order(engine, false, update, &p.grad_scale));
     }
     GM_TRY(update_slices(engine, &p));

@@ -1,11 +1,19 @@
 /* update.c - the update of one chunk in one step: prepared as a task, issued when the plan says so
  * or when somebody needs the result, run on the device or on the host, ordered by fences alone.
  *
+ *                armed                its gradient is complete
+ *     NONE ------------------> ARMED -------------------------> PENDING
+ *      ^ ^                      |                                  |
+ *      | +------ disarmed ------+                                  |
+ *      +---------------- issued, or forgotten --------------------+
+ *
+ * What no armed backward has updated the step leads from NONE to PENDING.
+ *
  * Invariants
  *   1. A chunk with a pending update is updated before anything reads its weights or states, or
  *      writes its gradient.
  *   2. A task is rewritten only when its last run has ended.
- *   3. A task whose factor nobody has seen (is_late) reads it when it runs, behind the clip's
+ *   3. A task whose factor the host has not seen (GM_FACTOR_LATE) reads it when it runs, behind the clip's
  *      fence, and only there: what speculation has made is taken as if no clip fired, and a call
  *      behind it steps again, from the old homes, which are the spares now, to the new ones, if one
  *      did.  Whoever uses the new homes comes behind that call.
@@ -19,6 +27,21 @@
 
 #include <stdlib.h>
 #include <string.h>
+
+static const bool may_move[GM_N_UPDATE_STATES][GM_N_UPDATE_STATES] = {
+    [GM_UPDATE_NONE] = {[GM_UPDATE_ARMED] = true, [GM_UPDATE_PENDING] = true},
+    [GM_UPDATE_ARMED] = {[GM_UPDATE_NONE] = true, [GM_UPDATE_PENDING] = true},
+    [GM_UPDATE_PENDING] = {[GM_UPDATE_NONE] = true},
+};
+
+static void move(gm_engine *engine, uint32_t chunk, gm_update_state to)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    GM_ASSERT(may_move[state->update][to]);
+    engine->update.n_pending -= state->update == GM_UPDATE_PENDING;
+    engine->update.n_pending += to == GM_UPDATE_PENDING;
+    state->update = to;
+}
 
 static const gm_place *place_of(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
@@ -104,7 +127,9 @@ static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *tas
     set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
-    GM_TRY(task->is_late ? gm_clip_order(engine, false, stream, &task->args.grad_scale) : GM_OK);
+    GM_TRY(task->factor == GM_FACTOR_LATE
+               ? gm_clip_order(engine, false, stream, &task->args.grad_scale)
+               : GM_OK);
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
@@ -133,12 +158,13 @@ static void run_host_task(void *context)
 {
     gm_task *task = context;
     gm_engine *engine = task->engine;
-    float scale = task->is_redo ? *task->args.grad_scale : 0;
-    if (atomic_load(&task->is_dropped) || (scale >= 1 && scale <= 1)) {
-        atomic_store(&task->is_running, false);
+    bool is_redo = task->factor == GM_FACTOR_REDO;
+    float scale = is_redo ? *task->args.grad_scale : 0;
+    if (atomic_load(&task->run) == GM_RUN_DROPPED || (scale >= 1 && scale <= 1)) {
+        atomic_store(&task->run, GM_RUN_NONE);
         return;
     }
-    atomic_fetch_add(&engine->update.n_late, task->is_redo);
+    atomic_fetch_add(&engine->update.n_late, is_redo);
     double began = gm_seconds(), told = engine->update.told_rate;
     gm_status status = gm_adam_host(&task->args, engine->workers);
     double ns = (gm_seconds() - began) * 1e9;
@@ -152,7 +178,7 @@ static void run_host_task(void *context)
     if (status != GM_OK) {
         atomic_store(&engine->update.async_status, (int)status);
     }
-    atomic_store(&task->is_running, false);
+    atomic_store(&task->run, GM_RUN_NONE);
 }
 
 /* A speculation reads the homes and writes the spares beside them. */
@@ -175,14 +201,14 @@ static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task, gm_
     if (task->args.grad_scale) {
         gm_note_access(engine->device, task->args.grad_scale, sizeof(float), false, stream);
     }
-    atomic_store(&task->is_running, true);
+    atomic_store(&task->run, GM_RUN_ISSUED);
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
     gm_status status = engine->device->ops->host_call(engine->device, run_host_task, task, stream);
     gm_timeline_end(engine->timeline, entry, stream);
     if (status != GM_OK) {
-        atomic_store(&task->is_running, false);
+        atomic_store(&task->run, GM_RUN_NONE);
     }
     return status;
 }
@@ -199,7 +225,9 @@ static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task
     GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
     set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
                gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
-    GM_TRY(task->is_late ? gm_clip_order(engine, true, stream, &task->args.grad_scale) : GM_OK);
+    GM_TRY(task->factor == GM_FACTOR_LATE
+               ? gm_clip_order(engine, true, stream, &task->args.grad_scale)
+               : GM_OK);
     note_task(engine, chunk, false, stream);
     GM_TRY(call_host(engine, chunk, task, stream));
     GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_HOME_WRITE, stream));
@@ -225,7 +253,7 @@ static gm_status redo_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
     }
     set_out_of_place(engine, chunk, task, false);
     GM_TRY(gm_clip_order(engine, true, stream, &task->args.grad_scale));
-    task->is_redo = true;
+    task->factor = GM_FACTOR_REDO;
     note_task(engine, chunk, false, stream);
     GM_TRY(call_host(engine, chunk, task, stream));
     GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
@@ -267,7 +295,6 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
     if (is_streamed && !gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
         return GM_OK;
     }
-    atomic_store(&task->is_dropped, false);
     gm_status status = gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT);
     if (status == GM_OK) {
         status = is_streamed ? gm_stage_speculate(engine, chunk, task)
@@ -318,8 +345,8 @@ static void forget_before(gm_engine *engine, const gm_chunk_state *state, const 
 static void settle(gm_engine *engine, gm_task *task)
 {
     float scale;
-    if (task->is_late && gm_clip_is_known(engine, engine->step.n, &scale)) {
-        task->is_late = false;
+    if (task->factor == GM_FACTOR_LATE && gm_clip_is_known(engine, engine->step.n, &scale)) {
+        task->factor = GM_FACTOR_KNOWN;
         for (size_t i = 0; i < task->n_ranges; i++) {
             task->ranges[i].scalars.grad_scale = scale;
         }
@@ -330,7 +357,7 @@ static void settle(gm_engine *engine, gm_task *task)
  * has seen. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    GM_TRY(task->is_late ? redo_at_home(engine, chunk, task) : GM_OK);
+    GM_TRY(task->factor == GM_FACTOR_LATE ? redo_at_home(engine, chunk, task) : GM_OK);
     GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
     return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
 }
@@ -349,17 +376,15 @@ static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
 
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 {
-    gm_chunk_state *state = &engine->chunk_states[chunk];
-    if (!state->is_pending) {
+    gm_task *task = gm_task_of(engine, chunk);
+    if (!gm_is_pending(engine, chunk)) {
         return GM_OK;
     }
-    state->is_pending = false;
-    engine->update.n_pending--;
-    gm_task *task = &state->task[engine->step.n & 1];
+    move(engine, chunk, GM_UPDATE_NONE);
     if (task->n_ranges == 0) {
         return GM_OK;
     }
-    forget_before(engine, state, task);
+    forget_before(engine, &engine->chunk_states[chunk], task);
     settle(engine, task);
     gm_status status = run(engine, chunk, task);
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
@@ -372,7 +397,7 @@ gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)
     for (; engine->update.n_pending > 0 && engine->update.next_pending < n && most > 0;
          engine->update.next_pending++) {
         uint32_t chunk = order ? order[engine->update.next_pending] : engine->update.next_pending;
-        most -= engine->chunk_states[chunk].is_pending;
+        most -= gm_is_pending(engine, chunk);
         GM_TRY(gm_update_issue(engine, chunk));
     }
     return GM_OK;
@@ -432,24 +457,18 @@ gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
 
 void gm_update_make_pending(gm_engine *engine, uint32_t chunk)
 {
-    gm_chunk_state *state = &engine->chunk_states[chunk];
-    GM_ASSERT(!state->is_pending);
-    state->is_armed = false;
-    state->is_pending = true;
-    engine->update.n_pending++;
+    move(engine, chunk, GM_UPDATE_PENDING);
 }
 
 /* The task of the coming step, empty.  Invariant 2. */
-static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
+static gm_status prepare_task(gm_engine *engine, uint32_t chunk)
 {
-    gm_task *task = &engine->chunk_states[chunk].task[engine->step.n & 1];
-    if (atomic_load(&task->is_running)) {
+    gm_task *task = gm_task_of(engine, chunk);
+    if (atomic_load(&task->run) != GM_RUN_NONE) {
         GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_STATE));
     }
     task->n_ranges = 0;
-    task->is_late = engine->step.is_late;
-    task->is_redo = false;
-    *out = task;
+    task->factor = engine->step.is_late ? GM_FACTOR_LATE : GM_FACTOR_KNOWN;
     return GM_OK;
 }
 
@@ -471,25 +490,17 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
         /* empty first: a chunk's parameters need not be neighbours */
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-        gm_task *task;
-        if (p->grad != GM_GRAD_USED_UP && !state->is_pending && !state->is_armed) {
-            GM_TRY(prepare_task(engine, p->place.chunk, &task));
-            gm_update_make_pending(engine, p->place.chunk);
+        if (p->grad != GM_GRAD_USED_UP && state->update == GM_UPDATE_NONE) {
+            GM_TRY(prepare_task(engine, p->place.chunk));
+            move(engine, p->place.chunk, arm ? GM_UPDATE_ARMED : GM_UPDATE_PENDING);
             state->version += !arm;
         }
     }
     for (uint32_t i = 0; i < n; i++) {
         const gm_param *p = &engine->params[updates[i].param];
-        gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
         if (p->grad != GM_GRAD_USED_UP) {
-            GM_TRY(add_range(&state->task[engine->step.n & 1], p, &updates[i].hyper));
+            GM_TRY(add_range(gm_task_of(engine, p->place.chunk), p, &updates[i].hyper));
         }
-    }
-    for (uint32_t i = 0; arm && i < n; i++) {
-        gm_chunk_state *state = &engine->chunk_states[engine->params[updates[i].param].place.chunk];
-        engine->update.n_pending -= state->is_pending;
-        state->is_armed |= state->is_pending;
-        state->is_pending = false;
     }
     engine->update.next_pending = 0;
     engine->update.is_armed = arm;
@@ -498,35 +509,30 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
 
 gm_status gm_update_number(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        gm_chunk_state *state = &engine->chunk_states[chunk];
-        state->has_result = gm_speculation_is_valid(engine, chunk);
-        /* What is still running keeps its numbers, and what has a result: they are that of it. */
-        state->is_numbered =
-            !state->has_result && !atomic_load(&state->task[GM_SPECULATED].is_running);
-        state->task[GM_SPECULATED].n_ranges *= !state->is_numbered;
-    }
+    gm_speculation_begin_numbers(engine);
     for (uint32_t i = 0; i < n; i++) {
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-        if (state->is_numbered) {
+        if (state->result == GM_RESULT_NUMBERED) {
             GM_TRY(add_range(&state->task[GM_SPECULATED], p, &updates[i].hyper));
         }
     }
+    gm_speculation_end_numbers(engine);
+    return GM_OK;
+}
+
+static void move_all(gm_engine *engine, gm_update_state from)
+{
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        if (engine->chunk_states[chunk].is_numbered) {
-            gm_speculation_check_numbers(engine, chunk);
+        if (engine->chunk_states[chunk].update == from) {
+            move(engine, chunk, GM_UPDATE_NONE);
         }
     }
-    gm_speculation_note_numbers(engine);
-    return GM_OK;
 }
 
 void gm_update_disarm(gm_engine *engine)
 {
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        engine->chunk_states[chunk].is_armed = false;
-    }
+    move_all(engine, GM_UPDATE_ARMED);
     engine->update.is_armed = false;
 }
 
@@ -534,10 +540,7 @@ void gm_update_forget_all(gm_engine *engine)
 {
     gm_update_disarm(engine);
     gm_speculation_forget(engine);
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        engine->chunk_states[chunk].is_pending = false;
-    }
-    engine->update.n_pending = 0;
+    move_all(engine, GM_UPDATE_PENDING);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
