@@ -550,11 +550,12 @@ gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n,
 void gm_saving_done(gm_engine *engine, uint32_t chunk);    /* it has been written */
 void gm_saving_end(gm_engine *engine, gm_saving_use *out); /* written or not; out may be NULL */
 gm_status gm_saving_check(gm_engine *engine);              /* why it cannot be right any more */
-/* Before weights or states of the chunk change: copies them if they are still to be written.  May wait for the writer. */
-gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk);
+/* Copies the chunk if it is still to be written, and may wait for the writer: what the chunk table calls before weights or
+ * states change (context: the engine), and who lets others write where the table does not see it. */
+gm_status gm_saving_keep(void *context, uint32_t chunk);
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
-/* The same after the weight has changed on the device, as long as its chunk's state does not say so yet. */
-gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param);
+/* A unit has changed the weight on the device; the chunk table has not been told yet. */
+void gm_saving_note_unseen(gm_engine *engine, uint32_t param);
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
 /* For the writer alone, without the engine's lock (as gm_engine_save_next): how it gets at a chunk.  It waits for the
  * engine's lock as long as no chunk has a copy, and has to unlock it then. */
@@ -689,8 +690,7 @@ void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);
 void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Whether this task would give the result that there is. */
 bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);
-/* Whether there was a result of this task, and home and spare have changed places: it is not to run.  There is no
- * result any more. */
+/* Whether there was a result of this task, in the spares: it is not to run.  There is no result any more. */
 bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_forget(gm_engine *engine);
 

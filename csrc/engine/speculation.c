@@ -387,10 +387,6 @@ bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
     engine->speculation.n_taken += is_taken;
     engine->speculation.n_redone += state->result == GM_RESULT_MADE && !is_taken;
     move(state, GM_RESULT_NONE);
-    if (is_taken) {
-        gm_chunks_take_spare(engine->chunks, chunk, GM_STATE);
-        gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT);
-    }
     return is_taken;
 }
 

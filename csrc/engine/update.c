@@ -21,8 +21,7 @@
  *      backward; it would see new weights where the gradient of the old ones is meant.  If it
  *      happens the engine dies with that text.
  *
- * The host may wait in: prepare_task (for a run of two steps ago), gm_update_issue (for
- * gm_saving_keep), and where chunk.c says. */
+ * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -353,10 +352,11 @@ static void settle(gm_engine *engine, gm_task *task)
     }
 }
 
-/* Home and spare have changed places.  What was made is the update, unless a clip fires that nobody
- * has seen. */
+/* The spares have the result, which is the update unless a clip fires that the host has not seen. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
+    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE));
+    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT));
     GM_TRY(task->factor == GM_FACTOR_LATE ? redo_at_home(engine, chunk, task) : GM_OK);
     GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
     return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
@@ -365,7 +365,6 @@ static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     bool is_on_device;
-    GM_TRY(gm_saving_keep(engine, chunk));
     if (gm_speculation_take(engine, chunk, task)) {
         return take_result(engine, chunk, task);
     }
