@@ -101,42 +101,30 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
     };
 }
 
-/* From the home to the spare, or back. */
-static void set_out_of_place(gm_engine *engine, uint32_t chunk, gm_task *task, bool is_to_spare)
+/* What kernels and the host multiply gradients by, where the host has not seen it: behind its fence. */
+static gm_status order_factor(gm_engine *engine, gm_task *task, bool is_at_home, gm_stream stream)
 {
-    uint8_t *pieces[2][2];
-    uint8_t *grad = gm_chunks_home(engine->chunks, chunk, GM_GRAD);
-    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        pieces[!is_to_spare][piece] = gm_chunks_home(engine->chunks, chunk, (gm_piece)piece);
-        pieces[is_to_spare][piece] = gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece);
-    }
-    set_arrays(engine, chunk, task, pieces[0][GM_WEIGHT], pieces[0][GM_STATE], grad);
-    task->from = (gm_adam_from){task->args.weight, task->args.low, task->args.m, task->args.v};
-    set_arrays(engine, chunk, task, pieces[1][GM_WEIGHT], pieces[1][GM_STATE], grad);
-    task->args.from = &task->from;
+    return task->factor == GM_FACTOR_KNOWN
+               ? GM_OK
+               : gm_clip_order(engine, is_at_home, stream, &task->args.grad_scale);
 }
 
 static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
+    static const gm_use uses[] = {{GM_WEIGHT, GM_WRITE}, {GM_STATE, GM_WRITE}, {GM_GRAD, GM_READ}};
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->update.stream;
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, stream));
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, 3, stream));
     set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
-    GM_TRY(task->factor == GM_FACTOR_LATE
-               ? gm_clip_order(engine, false, stream, &task->args.grad_scale)
-               : GM_OK);
+    GM_TRY(order_factor(engine, task, false, stream));
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
     GM_TRY(engine->device->ops->adam(engine->device, &task->args, stream));
     gm_timeline_end(engine->timeline, entry, stream);
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_WRITE, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_WRITE, stream));
-    return gm_chunks_end(chunks, chunk, GM_GRAD, GM_READ, stream);
+    return gm_chunks_end_all(chunks, chunk, uses, 3, stream);
 }
 
 /* Weights and gradient are on the device; so are the states, or they pass through the stage. */
@@ -180,26 +168,51 @@ static void run_host_task(void *context)
     atomic_store(&task->run, GM_RUN_NONE);
 }
 
-/* A speculation reads the homes and writes the spares beside them. */
-static void note_task(gm_engine *engine, uint32_t chunk, bool is_speculation, gm_stream stream)
+/* How a task runs on the host: weights and states that it reads and that it writes, and its accesses. */
+typedef struct host_way {
+    uint8_t *(*from)(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: in place */
+    uint8_t *(*to)(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+    size_t n;
+    gm_use uses[5];
+} host_way;
+
+static const host_way at_home = {
+    .to = gm_chunks_home,
+    .n = 3,
+    .uses = {{GM_WEIGHT, GM_HOME_WRITE}, {GM_STATE, GM_HOME_WRITE}, {GM_GRAD, GM_HOME_READ}}};
+static const host_way speculated = {.from = gm_chunks_home,
+                                    .to = gm_chunks_spare,
+                                    .n = 5,
+                                    .uses = {{GM_WEIGHT, GM_HOME_READ},
+                                             {GM_STATE, GM_HOME_READ},
+                                             {GM_GRAD, GM_HOME_READ},
+                                             {GM_WEIGHT, GM_SPARE_WRITE},
+                                             {GM_STATE, GM_SPARE_WRITE}}};
+static const host_way redone = {.from = gm_chunks_spare,
+                                .to = gm_chunks_home,
+                                .n = 5,
+                                .uses = {{GM_GRAD, GM_HOME_READ},
+                                         {GM_WEIGHT, GM_SPARE_READ},
+                                         {GM_STATE, GM_SPARE_READ},
+                                         {GM_WEIGHT, GM_HOME_WRITE},
+                                         {GM_STATE, GM_HOME_WRITE}}};
+
+static void set_way(gm_engine *engine, uint32_t chunk, gm_task *task, const host_way *way)
 {
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        size_t bytes = gm_engine_piece_bytes(engine, chunk, (gm_piece)piece);
-        bool is_written = piece != GM_GRAD;
-        gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
-                       bytes, is_written && !is_speculation, stream);
-        if (is_written && is_speculation) {
-            gm_note_access(engine->device, gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece),
-                           bytes, true, stream);
-        }
+    const gm_chunks *chunks = engine->chunks;
+    uint8_t *grad = gm_chunks_home(chunks, chunk, GM_GRAD);
+    if (way->from) {
+        set_arrays(engine, chunk, task, way->from(chunks, chunk, GM_WEIGHT),
+                   way->from(chunks, chunk, GM_STATE), grad);
+        task->from = (gm_adam_from){task->args.weight, task->args.low, task->args.m, task->args.v};
     }
+    set_arrays(engine, chunk, task, way->to(chunks, chunk, GM_WEIGHT),
+               way->to(chunks, chunk, GM_STATE), grad);
+    task->args.from = way->from ? &task->from : NULL;
 }
 
 static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task, gm_stream stream)
 {
-    if (task->args.grad_scale) {
-        gm_note_access(engine->device, task->args.grad_scale, sizeof(float), false, stream);
-    }
     atomic_store(&task->run, GM_RUN_ISSUED);
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
@@ -212,75 +225,44 @@ static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task, gm_
     return status;
 }
 
+static gm_status run_on_host(gm_engine *engine, uint32_t chunk, gm_task *task, const host_way *way,
+                             gm_stream stream)
+{
+    gm_chunks *chunks = engine->chunks;
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
+    }
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, way->uses, way->n, stream));
+    set_way(engine, chunk, task, way);
+    GM_TRY(order_factor(engine, task, true, stream));
+    if (task->args.grad_scale) {
+        gm_note_access(engine->device, task->args.grad_scale, sizeof(float), false, stream);
+    }
+    for (size_t i = 0; i < way->n; i++) {
+        gm_piece piece = way->uses[i].piece;
+        gm_work work = way->uses[i].work;
+        gm_note_access(engine->device,
+                       work >= GM_SPARE_READ ? gm_chunks_spare(chunks, chunk, piece)
+                                             : gm_chunks_home(chunks, chunk, piece),
+                       gm_engine_piece_bytes(engine, chunk, piece),
+                       work == GM_HOME_WRITE || work == GM_SPARE_WRITE, stream);
+    }
+    GM_TRY(call_host(engine, chunk, task, stream));
+    return gm_chunks_end_all(chunks, chunk, way->uses, way->n, stream);
+}
+
+/* The homes have the new bytes.  They go to the device as well, where it has the old ones. */
+static gm_status refresh(gm_engine *engine, uint32_t chunk)
+{
+    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
+    return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+}
+
 static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->update.host_stream;
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
-    }
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
-               gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
-    GM_TRY(task->factor == GM_FACTOR_LATE
-               ? gm_clip_order(engine, true, stream, &task->args.grad_scale)
-               : GM_OK);
-    note_task(engine, chunk, false, stream);
-    GM_TRY(call_host(engine, chunk, task, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    GM_TRY(gm_chunks_discard(chunks, chunk, GM_STATE)); /* stale; with a placement it is free */
-    GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
-    return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
-}
-
-/* Invariant 3.  The result has just been taken. */
-static gm_status redo_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
-{
-    gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->clip.stream; /* not behind the speculations of other chunks */
-    GM_TRY(gm_chunks_send_home(chunks, chunk, GM_GRAD));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_SPARE_READ, stream));
-        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_HOME_WRITE, stream));
-        gm_note_access(engine->device, gm_chunks_spare(chunks, chunk, (gm_piece)piece),
-                       gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), false, stream);
-    }
-    set_out_of_place(engine, chunk, task, false);
-    GM_TRY(gm_clip_order(engine, true, stream, &task->args.grad_scale));
-    task->factor = GM_FACTOR_REDO;
-    note_task(engine, chunk, false, stream);
-    GM_TRY(call_host(engine, chunk, task, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_SPARE_READ, stream));
-        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_HOME_WRITE, stream));
-    }
-    return GM_OK;
-}
-
-static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
-{
-    gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->update.host_stream;
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
-        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_HOME_READ, stream));
-    }
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_SPARE_WRITE, stream));
-    set_out_of_place(engine, chunk, task, true);
-    note_task(engine, chunk, true, stream);
-    GM_TRY(call_host(engine, chunk, task, stream));
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_HOME_READ, stream));
-    }
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, stream));
-    return gm_chunks_end(chunks, chunk, GM_STATE, GM_SPARE_WRITE, stream);
+    GM_TRY(run_on_host(engine, chunk, task, &at_home, engine->update.host_stream));
+    GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_STATE)); /* with a placement it is free */
+    return refresh(engine, chunk);
 }
 
 gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
@@ -296,8 +278,9 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
     }
     gm_status status = gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT);
     if (status == GM_OK) {
-        status = is_streamed ? gm_stage_speculate(engine, chunk, task)
-                             : speculate_at_home(engine, chunk, task);
+        status = is_streamed
+                     ? gm_stage_speculate(engine, chunk, task)
+                     : run_on_host(engine, chunk, task, &speculated, engine->update.host_stream);
     }
     if (status != GM_OK) {
         return gm_engine_die(engine, status);
@@ -341,7 +324,7 @@ static void forget_before(gm_engine *engine, const gm_chunk_state *state, const 
 }
 
 /* The step's factor may have come home meanwhile: the task is one like any other then. */
-static void settle(gm_engine *engine, gm_task *task)
+static void look_at_factor(gm_engine *engine, gm_task *task)
 {
     float scale;
     if (task->factor == GM_FACTOR_LATE && gm_clip_is_known(engine, engine->step.n, &scale)) {
@@ -352,14 +335,17 @@ static void settle(gm_engine *engine, gm_task *task)
     }
 }
 
-/* The spares have the result, which is the update unless a clip fires that the host has not seen. */
+/* The spares have the result, which is the update unless a clip fires that the host has not seen:
+ * invariant 3. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE));
     GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT));
-    GM_TRY(task->factor == GM_FACTOR_LATE ? redo_at_home(engine, chunk, task) : GM_OK);
-    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
-    return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+    if (task->factor == GM_FACTOR_LATE) { /* not behind the speculations of other chunks */
+        task->factor = GM_FACTOR_REDO;
+        GM_TRY(run_on_host(engine, chunk, task, &redone, engine->clip.stream));
+    }
+    return refresh(engine, chunk);
 }
 
 static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
@@ -384,7 +370,7 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     forget_before(engine, &engine->chunk_states[chunk], task);
-    settle(engine, task);
+    look_at_factor(engine, task);
     gm_status status = run(engine, chunk, task);
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
