@@ -111,10 +111,11 @@ static gm_status order_factor(gm_engine *engine, gm_task *task, bool is_at_home,
 
 static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    static const gm_use uses[] = {{GM_WEIGHT, GM_WRITE}, {GM_STATE, GM_WRITE}, {GM_GRAD, GM_READ}};
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->update.stream;
-    GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, 3, stream));
+    const gm_use uses[] = {
+        {GM_WEIGHT, GM_WRITE, stream}, {GM_STATE, GM_WRITE, stream}, {GM_GRAD, GM_READ, stream}};
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, 3));
     set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
@@ -124,7 +125,7 @@ static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *tas
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
     GM_TRY(engine->device->ops->adam(engine->device, &task->args, stream));
     gm_timeline_end(engine->timeline, entry, stream);
-    return gm_chunks_end_all(chunks, chunk, uses, 3, stream);
+    return gm_chunks_end_all(chunks, chunk, uses, 3);
 }
 
 /* Weights and gradient are on the device; so are the states, or they pass through the stage. */
@@ -173,29 +174,30 @@ typedef struct host_way {
     uint8_t *(*from)(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: in place */
     uint8_t *(*to)(const gm_chunks *chunks, uint32_t id, gm_piece piece);
     size_t n;
-    gm_use uses[5];
+    gm_use uses[5]; /* the stream comes with the run */
 } host_way;
 
 static const host_way at_home = {
-    .to = gm_chunks_home,
-    .n = 3,
-    .uses = {{GM_WEIGHT, GM_HOME_WRITE}, {GM_STATE, GM_HOME_WRITE}, {GM_GRAD, GM_HOME_READ}}};
-static const host_way speculated = {.from = gm_chunks_home,
-                                    .to = gm_chunks_spare,
-                                    .n = 5,
-                                    .uses = {{GM_WEIGHT, GM_HOME_READ},
-                                             {GM_STATE, GM_HOME_READ},
-                                             {GM_GRAD, GM_HOME_READ},
-                                             {GM_WEIGHT, GM_SPARE_WRITE},
-                                             {GM_STATE, GM_SPARE_WRITE}}};
-static const host_way redone = {.from = gm_chunks_spare,
-                                .to = gm_chunks_home,
-                                .n = 5,
-                                .uses = {{GM_GRAD, GM_HOME_READ},
-                                         {GM_WEIGHT, GM_SPARE_READ},
-                                         {GM_STATE, GM_SPARE_READ},
-                                         {GM_WEIGHT, GM_HOME_WRITE},
-                                         {GM_STATE, GM_HOME_WRITE}}};
+    NULL,
+    gm_chunks_home,
+    3,
+    {{GM_WEIGHT, GM_HOME_WRITE, 0}, {GM_STATE, GM_HOME_WRITE, 0}, {GM_GRAD, GM_HOME_READ, 0}}};
+static const host_way speculated = {gm_chunks_home,
+                                    gm_chunks_spare,
+                                    5,
+                                    {{GM_WEIGHT, GM_HOME_READ, 0},
+                                     {GM_STATE, GM_HOME_READ, 0},
+                                     {GM_GRAD, GM_HOME_READ, 0},
+                                     {GM_WEIGHT, GM_SPARE_WRITE, 0},
+                                     {GM_STATE, GM_SPARE_WRITE, 0}}};
+static const host_way redone = {gm_chunks_spare,
+                                gm_chunks_home,
+                                5,
+                                {{GM_GRAD, GM_HOME_READ, 0},
+                                 {GM_WEIGHT, GM_SPARE_READ, 0},
+                                 {GM_STATE, GM_SPARE_READ, 0},
+                                 {GM_WEIGHT, GM_HOME_WRITE, 0},
+                                 {GM_STATE, GM_HOME_WRITE, 0}}};
 
 static void set_way(gm_engine *engine, uint32_t chunk, gm_task *task, const host_way *way)
 {
@@ -225,30 +227,31 @@ static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task, gm_
     return status;
 }
 
-static gm_status run_on_host(gm_engine *engine, uint32_t chunk, gm_task *task, const host_way *way,
+static gm_status run_on_host(gm_engine *engine, uint32_t chunk, gm_task *task, host_way way,
                              gm_stream stream)
 {
     gm_chunks *chunks = engine->chunks;
     for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
     }
-    GM_TRY(gm_chunks_begin_all(chunks, chunk, way->uses, way->n, stream));
-    set_way(engine, chunk, task, way);
+    for (size_t i = 0; i < way.n; i++) {
+        way.uses[i].stream = stream;
+    }
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, way.uses, way.n));
+    set_way(engine, chunk, task, &way);
     GM_TRY(order_factor(engine, task, true, stream));
     if (task->args.grad_scale) {
         gm_note_access(engine->device, task->args.grad_scale, sizeof(float), false, stream);
     }
-    for (size_t i = 0; i < way->n; i++) {
-        gm_piece piece = way->uses[i].piece;
-        gm_work work = way->uses[i].work;
+    for (const gm_use *use = way.uses; use < way.uses + way.n; use++) {
         gm_note_access(engine->device,
-                       work >= GM_SPARE_READ ? gm_chunks_spare(chunks, chunk, piece)
-                                             : gm_chunks_home(chunks, chunk, piece),
-                       gm_engine_piece_bytes(engine, chunk, piece),
-                       work == GM_HOME_WRITE || work == GM_SPARE_WRITE, stream);
+                       use->work >= GM_SPARE_READ ? gm_chunks_spare(chunks, chunk, use->piece)
+                                                  : gm_chunks_home(chunks, chunk, use->piece),
+                       gm_engine_piece_bytes(engine, chunk, use->piece),
+                       use->work == GM_HOME_WRITE || use->work == GM_SPARE_WRITE, stream);
     }
     GM_TRY(call_host(engine, chunk, task, stream));
-    return gm_chunks_end_all(chunks, chunk, way->uses, way->n, stream);
+    return gm_chunks_end_all(chunks, chunk, way.uses, way.n);
 }
 
 /* The homes have the new bytes.  They go to the device as well, where it has the old ones. */
@@ -260,7 +263,7 @@ static gm_status refresh(gm_engine *engine, uint32_t chunk)
 
 static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    GM_TRY(run_on_host(engine, chunk, task, &at_home, engine->update.host_stream));
+    GM_TRY(run_on_host(engine, chunk, task, at_home, engine->update.host_stream));
     GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_STATE)); /* with a placement it is free */
     return refresh(engine, chunk);
 }
@@ -280,7 +283,7 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
     if (status == GM_OK) {
         status = is_streamed
                      ? gm_stage_speculate(engine, chunk, task)
-                     : run_on_host(engine, chunk, task, &speculated, engine->update.host_stream);
+                     : run_on_host(engine, chunk, task, speculated, engine->update.host_stream);
     }
     if (status != GM_OK) {
         return gm_engine_die(engine, status);
@@ -343,7 +346,7 @@ static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
     GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT));
     if (task->factor == GM_FACTOR_LATE) { /* not behind the speculations of other chunks */
         task->factor = GM_FACTOR_REDO;
-        GM_TRY(run_on_host(engine, chunk, task, &redone, engine->clip.stream));
+        GM_TRY(run_on_host(engine, chunk, task, redone, engine->clip.stream));
     }
     return refresh(engine, chunk);
 }

@@ -380,20 +380,18 @@ gm_status gm_chunks_end(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_work w
     return set_fence(chunks, done[work], stream, false);
 }
 
-gm_status gm_chunks_begin_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n,
-                              gm_stream stream)
+gm_status gm_chunks_begin_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
-        GM_TRY(gm_chunks_begin(chunks, id, uses[i].piece, uses[i].work, stream));
+        GM_TRY(gm_chunks_begin(chunks, id, uses[i].piece, uses[i].work, uses[i].stream));
     }
     return GM_OK;
 }
 
-gm_status gm_chunks_end_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n,
-                            gm_stream stream)
+gm_status gm_chunks_end_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
-        GM_TRY(gm_chunks_end(chunks, id, uses[i].piece, uses[i].work, stream));
+        GM_TRY(gm_chunks_end(chunks, id, uses[i].piece, uses[i].work, uses[i].stream));
     }
     return GM_OK;
 }

@@ -134,15 +134,14 @@ gm_status gm_chunks_begin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_wor
                           gm_stream stream);
 gm_status gm_chunks_end(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_work work,
                         gm_stream stream);
-/* Several at once, on one stream. */
+/* Several at once. */
 typedef struct gm_use {
     gm_piece piece;
     gm_work work;
+    gm_stream stream;
 } gm_use;
-gm_status gm_chunks_begin_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n,
-                              gm_stream stream);
-gm_status gm_chunks_end_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n,
-                            gm_stream stream);
+gm_status gm_chunks_begin_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n);
+gm_status gm_chunks_end_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n);
 /* The users that have the piece pinned read it on `stream` up to now. */
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* If DIRTY: issues the copy. */
