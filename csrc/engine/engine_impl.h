@@ -299,16 +299,15 @@ typedef struct gm_steps {
 enum { GM_MOST_SPARE_ARENAS = 8 };
 
 typedef struct gm_speculation {
-    size_t host_budget, limit; /* of the host in all; of spares, once has_limit */
-    bool is_share; /* host_budget is this rank's part of what the host has, nobody's wish */
+    size_t host_budget, limit; /* of the host in all; of spares, SIZE_MAX: not found out yet */
+    size_t divisor;            /* spares take such a part of what is left */
     gm_arena *arenas[GM_MOST_SPARE_ARENAS];
     uint32_t n_arenas;
-    size_t bytes;              /* of these */
-    double seconds;            /* that taking and pinning them took */
-    bool has_limit, is_wanted; /* plans may speculate */
-    bool is_open;              /* whether open_step clipped is not known yet */
-    uint64_t open_step;
-    bool has_norm, has_numbers;         /* since the last step: asked for, announced */
+    size_t bytes;                       /* of these */
+    double seconds;                     /* that taking and pinning them took */
+    bool is_wanted;                     /* plans may speculate */
+    bool has_norm;                      /* was asked for since the last step */
+    uint64_t open_step;                 /* whether it clipped is not known yet; 0: none */
     unsigned n_quiet, n_loud;           /* steps in a row that asked and did not clip; others */
     unsigned patience;                  /* so many of them change is_wanted */
     uint64_t n_made, n_taken, n_redone; /* chunks so far */
@@ -749,7 +748,7 @@ gm_status gm_check_state(const gm_engine *engine);
 
 /* call.c */
 gm_status gm_call_check(const gm_engine *engine); /* an error where one has closed the engine */
-gm_status gm_call_begin(gm_engine *engine); /* locks; drains ended leases */
+gm_status gm_call_begin(gm_engine *engine);       /* locks; drains ended leases */
 gm_status gm_call_begin_on(gm_engine *engine, gm_stream stream);
 gm_status gm_call_end(gm_engine *engine, gm_status status); /* unlocks; passes the status on */
 

@@ -60,7 +60,10 @@ static void move(gm_chunk_state *state, gm_result_state to)
 void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
 {
     engine->speculation.host_budget = options->host_budget;
-    engine->speculation.is_share = options->host_budget > options->host_limit;
+    engine->speculation.limit = SIZE_MAX;
+    /* Of what the host has, whole or shared out to ranks, the rest is for loaders and checkpoints. */
+    engine->speculation.divisor =
+        options->host_budget == SIZE_MAX || options->host_budget > options->host_limit ? 2 : 1;
     engine->speculation.patience = PATIENCE;
 }
 
@@ -97,18 +100,11 @@ static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
     size_t available, homes = gm_arena_reserved(engine->arena) - engine->stay.home_bytes;
-    if (!s->has_limit) {
-        s->has_limit = true;
-        if (engine->policy == GM_POLICY_CUDA ||
-            find_available(engine, homes, &available) != GM_OK) {
-            s->limit = 0;
-        } else if (s->host_budget == SIZE_MAX) {
-            s->limit = available / 2; /* the rest is for loaders and checkpoints */
-        } else {
-            s->limit = s->host_budget > homes ? s->host_budget - homes : 0;
-            s->limit = s->limit < available ? s->limit : available;
-            s->limit = s->is_share ? s->limit / 2 : s->limit; /* likewise, of each rank */
-        }
+    if (s->limit == SIZE_MAX) {
+        bool is_none =
+            engine->policy == GM_POLICY_CUDA || find_available(engine, homes, &available) != GM_OK;
+        size_t wished = s->host_budget > homes ? s->host_budget - homes : 0;
+        s->limit = is_none ? 0 : (wished < available ? wished : available) / s->divisor;
     }
     return s->limit;
 }
@@ -146,8 +142,8 @@ static void settle(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
     float scale;
-    if (s->is_open && gm_clip_is_known(engine, s->open_step, &scale)) {
-        s->is_open = false;
+    if (s->open_step > 0 && gm_clip_is_known(engine, s->open_step, &scale)) {
+        s->open_step = 0;
         count_step(engine, true, !(scale >= 1 && scale <= 1));
     }
 }
@@ -156,7 +152,7 @@ bool gm_speculation_wants_numbers(gm_engine *engine)
 {
     settle(engine);
     return n_planned(engine) > 0 &&
-           (engine->speculation.n_quiet > 0 || engine->speculation.is_open) &&
+           (engine->speculation.n_quiet > 0 || engine->speculation.open_step > 0) &&
            !engine->arrive.has_repeats && !engine->step.wants_immediate;
 }
 
@@ -193,12 +189,11 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
         const gm_adam_hyper *hyper = &updates[i].hyper;
         fires |= !(hyper->clip_factor >= 1 && hyper->clip_factor <= 1) || hyper->grad_divisor != 1;
     }
-    s->is_open = engine->step.is_late;
-    s->open_step = engine->step.n;
-    if (!s->is_open) {
+    s->open_step = engine->step.is_late ? engine->step.n : 0;
+    if (s->open_step == 0) {
         count_step(engine, s->has_norm, fires);
     }
-    s->has_norm = s->has_numbers = false;
+    s->has_norm = false;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
         move(state, state->result == GM_RESULT_MADE ? GM_RESULT_MADE : GM_RESULT_NONE);
@@ -309,12 +304,10 @@ gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
     gm_task *task = &state->task[GM_SPECULATED];
-    bool is_due = engine->room.plan && engine->speculation.has_numbers &&
-                  state->result == GM_RESULT_NUMBERED &&
-                  gm_plan_is_speculated(engine->room.plan, chunk) && !engine->update.is_armed &&
-                  state->update == GM_UPDATE_NONE;
-    is_due = is_due && state->n_held == state->n_params &&
-             state->backwards.now == state->backwards.most && may_use_spare(engine, chunk);
+    bool is_due = engine->room.plan && gm_plan_is_speculated(engine->room.plan, chunk) &&
+                  state->result == GM_RESULT_NUMBERED && state->update == GM_UPDATE_NONE &&
+                  !engine->update.is_armed && state->n_held == state->n_params &&
+                  state->backwards.now == state->backwards.most && may_use_spare(engine, chunk);
     return is_due ? task : NULL;
 }
 
@@ -366,7 +359,6 @@ void gm_speculation_end_numbers(gm_engine *engine)
             move(state, GM_RESULT_NONE);
         }
     }
-    engine->speculation.has_numbers = true;
 }
 
 /* Invariant 1.  Ranges have no padding: they are compared as bytes. */

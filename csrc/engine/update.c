@@ -497,16 +497,17 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
 
 gm_status gm_update_number(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
+    gm_status status = GM_OK;
     gm_speculation_begin_numbers(engine);
-    for (uint32_t i = 0; i < n; i++) {
+    for (uint32_t i = 0; status == GM_OK && i < n; i++) {
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
         if (state->result == GM_RESULT_NUMBERED) {
-            GM_TRY(add_range(&state->task[GM_SPECULATED], p, &updates[i].hyper));
+            status = add_range(&state->task[GM_SPECULATED], p, &updates[i].hyper);
         }
     }
     gm_speculation_end_numbers(engine);
-    return GM_OK;
+    return status;
 }
 
 static void move_all(gm_engine *engine, gm_update_state from)
