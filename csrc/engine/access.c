@@ -74,12 +74,11 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_
     return gm_call_end(engine, status);
 }
 
-static gm_status begin_write(gm_engine *engine, uint32_t chunk, gm_field field)
+static gm_status begin_write(gm_engine *engine, uint32_t chunk)
 {
     GM_TRY(gm_update_check_between(engine, chunk));
     GM_TRY(gm_watch_poll(engine));
-    GM_TRY(gm_update_issue(engine, chunk));
-    return field == GM_FIELD_GRAD ? GM_OK : gm_saving_keep(engine, chunk);
+    return gm_update_issue(engine, chunk);
 }
 
 gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const void *src,
@@ -89,7 +88,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
     GM_TRY(gm_call_begin(engine));
-    gm_status status = begin_write(engine, p->place.chunk, field);
+    gm_status status = begin_write(engine, p->place.chunk);
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_gradient_drop(engine, p);
     }
@@ -114,7 +113,7 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
     span part = {0};
     GM_TRY(span_of(engine, id, first, n, &part));
     GM_TRY(gm_call_begin(engine));
-    gm_status status = begin_write(engine, p->place.chunk, field);
+    gm_status status = begin_write(engine, p->place.chunk);
     if (status == GM_OK && part.n > 0) {
         size_t width =
             field == GM_FIELD_MASTER ? gm_dtype_bytes(source) : gm_field_width(engine, p, field);
@@ -147,7 +146,6 @@ static gm_status take_back(gm_engine *engine, uint32_t id, gm_stream stream)
         status = gm_field_read(engine, p, GM_FIELD_WEIGHT, 0, p->part_numel,
                                old + p->part_first * p->spec.weight_bytes);
     }
-    status = status == GM_OK ? gm_saving_keep(engine, p->place.chunk) : status;
     status = status == GM_OK ? gm_field_take_back(engine, p, old, weight, stream) : status;
     if (status == GM_OK) {
         gm_watch_note_seen(engine, id, weight);
@@ -166,12 +164,14 @@ static gm_status note_write(gm_engine *engine, uint32_t id, gm_stream stream)
     if (engine->shown == GM_GATHERED) {
         return take_back(engine, id, stream);
     }
-    GM_TRY(gm_saving_keep_unseen(engine, id));
+    gm_saving_note_unseen(engine, id);
     if (!p->spec.has_low) { /* who reads it while it is still pinned comes after the write */
-        gm_status noted = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
-        gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
-        return noted == GM_OK ? gm_watch_look_at(engine, id, stream) : noted;
+        gm_status read = gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, stream);
+        gm_status noted = gm_chunks_note_write(engine->chunks, chunk, GM_WEIGHT);
+        GM_TRY(read == GM_OK ? noted : read);
+        return gm_watch_look_at(engine, id, stream);
     }
+    gm_chunks_note_written_inside(engine->chunks, chunk);
     GM_FAIL_IF(
         !gm_chunks_has_old_weight(engine->chunks, chunk), GM_ERR_STATE,
         "a 16-bit weight was written in place inside its unit while its chunk had no current "

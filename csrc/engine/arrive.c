@@ -36,7 +36,7 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
     gm_chunk_state *state = &engine->chunk_states[chunk];
     /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
      * updated by the step itself. */
-    bool is_updated = state->is_armed && state->n_arrived == state->n_params &&
+    bool is_updated = state->update == GM_UPDATE_ARMED && state->n_arrived == state->n_params &&
                       state->n_held == state->n_params; /* none was dropped since */
     if (!is_updated || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
         GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
@@ -53,7 +53,7 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
         GM_TRY(gm_update_issue(engine, chunk));
     }
     gm_gradient_use_up(engine, chunk);
-    if (!state->is_pending) {
+    if (!gm_is_pending(engine, chunk)) {
         GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_GRAD));
     }
     gm_timer_start(engine, stream);
@@ -107,7 +107,7 @@ gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t id)
     }
     status = gm_gradient_drop(engine, p);
     chunk->backwards.now = chunk->n_held == 0 ? 0 : chunk->backwards.now;
-    if (status == GM_OK && chunk->n_held == 0 && !chunk->is_pending) {
+    if (status == GM_OK && chunk->n_held == 0 && !gm_is_pending(engine, p->place.chunk)) {
         status = gm_chunks_discard(engine->chunks, p->place.chunk, GM_GRAD);
     }
     return gm_call_end(engine, status);

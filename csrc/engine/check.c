@@ -16,10 +16,10 @@ static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
     GM_FAIL_IF(n_held != state->n_held || n_unreduced != state->n_unreduced, GM_ERR_STATE,
                "chunk %u: %u gradients and %u before their sum, %u and %u counted", chunk, n_held,
                n_unreduced, state->n_held, state->n_unreduced);
-    return state->is_pending && state->is_armed
-               ? GM_FAIL(GM_ERR_STATE, "chunk %u: its update waits for its gradient and has it",
-                         chunk)
-               : GM_OK;
+    return state->update != GM_UPDATE_ARMED || engine->update.is_armed
+               ? GM_OK
+               : GM_FAIL(GM_ERR_STATE, "chunk %u: its update waits for a backward that is over",
+                         chunk);
 }
 
 /* Whatever tensors may read is pinned: what was touched, and what leases show. */
@@ -49,7 +49,7 @@ gm_status gm_check_state(const gm_engine *engine)
     uint32_t n_pending = 0;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         GM_TRY(check_counts(engine, chunk));
-        n_pending += engine->chunk_states[chunk].is_pending;
+        n_pending += gm_is_pending(engine, chunk);
     }
     GM_FAIL_IF(n_pending != engine->update.n_pending, GM_ERR_STATE,
                "%u updates are pending, %u counted", n_pending, engine->update.n_pending);

@@ -59,6 +59,20 @@ struct gm_lease {
     void *old; /* the weight's bytes when last compared; NULL unless watched */
 };
 
+/* What the gradients of a task are multiplied by. */
+typedef enum gm_factor {
+    GM_FACTOR_KNOWN, /* the factor of each range */
+    GM_FACTOR_LATE, /* the step's clip, read when the task runs: the host has not seen it (clip.c) */
+    GM_FACTOR_REDO, /* the same, and the task has nothing to do if that did not fire */
+} gm_factor;
+
+/* A task as a host call. */
+typedef enum gm_run {
+    GM_RUN_NONE,    /* not issued, or it has ended */
+    GM_RUN_ISSUED,  /* it has not ended */
+    GM_RUN_DROPPED, /* likewise, and its result is not wanted: it need not begin */
+} gm_run;
+
 /* One chunk's update in one step.  Two per chunk take turns, because the host may prepare a step while the host
  * update of the last one has not run yet; a third one is for what is speculated. */
 typedef struct gm_task {
@@ -67,11 +81,25 @@ typedef struct gm_task {
     gm_adam_from from;     /* of a speculation */
     gm_adam_range *ranges; /* (the chunk's parameters,) */
     size_t n_ranges;
-    atomic_bool is_running; /* issued as a host call that has not ended */
-    atomic_bool is_dropped; /* nobody wants its result any more: if it has not begun it need not */
-    bool is_late; /* gradients are multiplied by the step's clip (clip.c), which nobody had seen */
-    bool is_redo; /* it has nothing to do if that did not fire */
+    _Atomic gm_run run;
+    gm_factor factor;
 } gm_task;
+
+/* The update of a chunk; update.c draws the moves. */
+typedef enum gm_update_state {
+    GM_UPDATE_NONE,    /* there is none, or it has been issued */
+    GM_UPDATE_ARMED,   /* task[] is ready for the backward that brings the gradient */
+    GM_UPDATE_PENDING, /* task[] waits to be issued */
+    GM_N_UPDATE_STATES
+} gm_update_state;
+
+/* The update that a chunk's next step will probably be; speculation.c draws the moves. */
+typedef enum gm_result_state {
+    GM_RESULT_NONE,
+    GM_RESULT_NUMBERED, /* task[GM_SPECULATED] may run */
+    GM_RESULT_MADE,     /* it has run, or will */
+    GM_N_RESULT_STATES
+} gm_result_state;
 
 /* How many of something a step has, as far as the steps before tell: the most, until some steps in a row had fewer. */
 typedef struct gm_habit {
@@ -89,17 +117,15 @@ typedef struct gm_chunk_state {
     uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
     /* The gathered weights, as all ranks see them; see weights.c. */
     bool is_gathered, is_doomed;
-    uint8_t *spilled;           /* these, where the device had no room; NULL: they are there */
-    uint64_t version, gathered; /* of the chunk's weights; of those that were gathered */
-    uint64_t arrival;           /* the pass that n_arrived counts */
-    uint64_t updated;           /* the pass whose backward has updated the chunk */
-    atomic_ullong n_immediate;  /* updates inside a backward, so far */
-    bool is_pending;            /* task[] waits to be issued */
-    bool is_armed;              /* task[] is ready for an immediate update */
-    gm_task task[3];            /* of even steps, of odd ones, GM_SPECULATED */
-    /* See speculation.c. */
-    bool is_numbered, has_result;   /* task[GM_SPECULATED] may run; it has, or will */
-    uint64_t seen[GM_N_OWN_PIECES]; /* versions of the pieces that it has read */
+    uint8_t *spilled;               /* these, where the device had no room; NULL: they are there */
+    uint64_t version, gathered;     /* of the chunk's weights; of those that were gathered */
+    uint64_t arrival;               /* the pass that n_arrived counts */
+    uint64_t updated;               /* the pass whose backward has updated the chunk */
+    atomic_ullong n_immediate;      /* updates inside a backward, so far */
+    gm_update_state update;         /* written in update.c alone */
+    gm_task task[3];                /* of even steps, of odd ones, GM_SPECULATED */
+    gm_result_state result;         /* written in speculation.c alone */
+    uint64_t seen[GM_N_OWN_PIECES]; /* versions of the pieces that the result was made of */
     gm_habit backwards;             /* that completed its gradient */
     gm_habit arrivals;              /* of gradients in one backward, see arrive.c */
 } gm_chunk_state;
@@ -273,16 +299,15 @@ typedef struct gm_steps {
 enum { GM_MOST_SPARE_ARENAS = 8 };
 
 typedef struct gm_speculation {
-    size_t host_budget, limit; /* of the host in all; of spares, once has_limit */
-    bool is_share; /* host_budget is this rank's part of what the host has, nobody's wish */
+    size_t host_budget, limit; /* of the host in all; of spares, SIZE_MAX: not found out yet */
+    size_t divisor;            /* spares take such a part of what is left */
     gm_arena *arenas[GM_MOST_SPARE_ARENAS];
     uint32_t n_arenas;
-    size_t bytes;              /* of these */
-    double seconds;            /* that taking and pinning them took */
-    bool has_limit, is_wanted; /* plans may speculate */
-    bool is_open;              /* whether open_step clipped is not known yet */
-    uint64_t open_step;
-    bool has_norm, has_numbers;         /* since the last step: asked for, announced */
+    size_t bytes;                       /* of these */
+    double seconds;                     /* that taking and pinning them took */
+    bool is_wanted;                     /* plans may speculate */
+    bool has_norm;                      /* was asked for since the last step */
+    uint64_t open_step;                 /* whether it clipped is not known yet; 0: none */
     unsigned n_quiet, n_loud;           /* steps in a row that asked and did not clip; others */
     unsigned patience;                  /* so many of them change is_wanted */
     uint64_t n_made, n_taken, n_redone; /* chunks so far */
@@ -391,6 +416,17 @@ static inline gm_state_shape gm_state_shape_of(const gm_engine_param *spec, uint
 static inline const gm_engine_param *gm_chunk_spec(const gm_engine *engine, uint32_t chunk)
 {
     return &engine->params[gm_layout_chunk(engine->layout, chunk)->first_param].spec;
+}
+
+/* The chunk's update in the last step. */
+static inline gm_task *gm_task_of(const gm_engine *engine, uint32_t chunk)
+{
+    return &engine->chunk_states[chunk].task[engine->step.n & 1];
+}
+
+static inline bool gm_is_pending(const gm_engine *engine, uint32_t chunk)
+{
+    return engine->chunk_states[chunk].update == GM_UPDATE_PENDING;
 }
 
 /* It is on the device from the beginning to the end, and has no home. */
@@ -513,11 +549,12 @@ gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n,
 void gm_saving_done(gm_engine *engine, uint32_t chunk);    /* it has been written */
 void gm_saving_end(gm_engine *engine, gm_saving_use *out); /* written or not; out may be NULL */
 gm_status gm_saving_check(gm_engine *engine);              /* why it cannot be right any more */
-/* Before weights or states of the chunk change: copies them if they are still to be written.  May wait for the writer. */
-gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk);
+/* Copies the chunk if it is still to be written, and may wait for the writer: what the chunk table calls before weights or
+ * states change (context: the engine), and who lets others write where the table does not see it. */
+gm_status gm_saving_keep(void *context, uint32_t chunk);
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
-/* The same after the weight has changed on the device, as long as its chunk's state does not say so yet. */
-gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param);
+/* A unit has changed the weight on the device; the chunk table has not been told yet. */
+void gm_saving_note_unseen(gm_engine *engine, uint32_t param);
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
 /* For the writer alone, without the engine's lock (as gm_engine_save_next): how it gets at a chunk.  It waits for the
  * engine's lock as long as no chunk has a copy, and has to unlock it then. */
@@ -642,19 +679,17 @@ size_t gm_speculation_budget(const gm_engine *engine); /* bytes of spares that a
 /* Of the device, that the driver will take to pin what a plan may take and has not yet. */
 size_t gm_speculation_device_bytes(const gm_engine *engine);
 bool gm_speculation_wants_numbers(gm_engine *engine); /* of the coming step */
-void gm_speculation_note_numbers(gm_engine *engine);
 void gm_speculation_note_norm(gm_engine *engine);
 void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint32_t n);
-void gm_speculation_take_room(gm_engine *engine); /* for what the plan speculates, or a part */
-void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk); /* its ranges are complete */
+void gm_speculation_take_room(gm_engine *engine);     /* for what the plan speculates, or a part */
+void gm_speculation_begin_numbers(gm_engine *engine); /* tasks of NUMBERED chunks get ranges */
+void gm_speculation_end_numbers(gm_engine *engine);
 gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk); /* that runs now; NULL: none */
 void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);
-bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk); /* of the bytes there are */
 void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Whether this task would give the result that there is. */
 bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);
-/* Whether there was a result of this task, and home and spare have changed places: it is not to run.  There is no
- * result any more. */
+/* Whether there was a result of this task, in the spares: it is not to run.  There is no result any more. */
 bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_forget(gm_engine *engine);
 
@@ -713,7 +748,7 @@ gm_status gm_check_state(const gm_engine *engine);
 
 /* call.c */
 gm_status gm_call_check(const gm_engine *engine); /* an error where one has closed the engine */
-gm_status gm_call_begin(gm_engine *engine); /* locks; drains ended leases */
+gm_status gm_call_begin(gm_engine *engine);       /* locks; drains ended leases */
 gm_status gm_call_begin_on(gm_engine *engine, gm_stream stream);
 gm_status gm_call_end(gm_engine *engine, gm_status status); /* unlocks; passes the status on */
 

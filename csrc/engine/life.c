@@ -268,6 +268,8 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
         .home_limit = options->host_budget,
         .stays = engine->stay.chunks,
         .workers = engine->workers,
+        .on_change = gm_saving_keep,
+        .context = engine,
         .device_limit = limit,
     };
     GM_TRY_GOTO(status, done, gm_chunks_new(&chunk_options, &engine->chunks));

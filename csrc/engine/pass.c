@@ -129,9 +129,8 @@ static bool is_retry_of(gm_engine *engine, gm_tick_kind kind, uint32_t id)
 /* The chunk's update is pending, and will not read the gradient. */
 static bool has_result(const gm_engine *engine, uint32_t chunk)
 {
-    const gm_chunk_state *state = &engine->chunk_states[chunk];
-    return state->is_pending &&
-           gm_speculation_is_of(engine, chunk, &state->task[engine->step.n & 1]);
+    return gm_is_pending(engine, chunk) &&
+           gm_speculation_is_of(engine, chunk, gm_task_of(engine, chunk));
 }
 
 static gm_status run_op(gm_engine *engine, const gm_op *op)

@@ -3,8 +3,9 @@
  *
  * Invariants
  *   1. While a chunk is due its weights and states are those of gm_saving_begin, or it has a copy
- *      of them: whatever changes them calls gm_saving_keep first.  So the writer, which reads a
- *      chunk under the engine's lock unless it has a copy, cannot see a later byte.
+ *      of them: the chunk table, where every write begins, calls gm_saving_keep first.  So the
+ *      writer, which reads a chunk under the engine's lock unless it has a copy, cannot see a later
+ *      byte.
  *   2. Copies take no more than `limit` bytes, or one chunk's if that is larger, beside what
  *      gm_saving_keep_at_once makes.  A thread that is to change another chunk waits until the
  *      writer, which begins with these, has written one that has a copy.  It may hold the engine's
@@ -192,9 +193,9 @@ static gm_status keep(gm_engine *engine, uint32_t chunk, bool waits)
     return status;
 }
 
-gm_status gm_saving_keep(gm_engine *engine, uint32_t chunk)
+gm_status gm_saving_keep(void *context, uint32_t chunk)
 {
-    return keep(engine, chunk, true);
+    return keep(context, chunk, true);
 }
 
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk)
@@ -202,23 +203,19 @@ gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk)
     return keep(engine, chunk, false);
 }
 
-gm_status gm_saving_keep_unseen(gm_engine *engine, uint32_t param)
+void gm_saving_note_unseen(gm_engine *engine, uint32_t param)
 {
     uint32_t chunk = engine->params[param].place.chunk;
     saved *s = &engine->saving.chunks[chunk];
-    bool is_lost = gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT);
+    bool is_lost = !gm_chunks_has_old_weight(engine->chunks, chunk);
     s->is_unseen |= !gm_chunk_spec(engine, chunk)->has_low; /* with one it has to have a home */
-    if (!atomic_load(&engine->saving.is_on) || !is_lost) {
-        return gm_saving_keep(engine, chunk);
-    }
     pthread_mutex_lock(&engine->saving.lock);
-    if (is_wanted(engine, chunk) || s->was_read_dirty) {
+    if (is_lost && (is_wanted(engine, chunk) || s->was_read_dirty)) {
         fail(engine, param,
              "its module wrote it in place while the checkpoint was being written, and nobody has "
              "the bytes from before: save again (it is copied first from now on)");
     }
     pthread_mutex_unlock(&engine->saving.lock);
-    return GM_OK;
 }
 
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk)
@@ -230,7 +227,7 @@ bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk)
 
 void gm_saving_note_read(gm_engine *engine, uint32_t chunk)
 {
-    if (gm_chunks_is_dirty(engine->chunks, chunk, GM_WEIGHT) &&
+    if (!gm_chunks_has_old_weight(engine->chunks, chunk) &&
         gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
         engine->saving.chunks[chunk].was_read_dirty = true;
     }

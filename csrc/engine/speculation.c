@@ -8,6 +8,11 @@
  * result is there that was made of the very same inputs, home and spare change places; else the
  * task runs, on weights, states and gradient that nobody has touched.
  *
+ *             announced: numbers for all              its gradient is complete
+ *     NONE ----------------------------> NUMBERED ----------------------------> MADE
+ *      ^                                    |                                    |
+ *      +----------- the step has come ------+------ taken, dropped, outdated ----+
+ *
  * Invariants
  *   1. A result is taken only by an update with the same inputs, bit for bit: the same ranges with
  *      the same scalars (learning rate, step, decay, clip factor: everything that Adam gets), and
@@ -38,10 +43,27 @@
 enum { PINNED_BYTES_PER_ENTRY = 512 }; /* in the driver's tables on the device, of an H200 */
 enum { PATIENCE = 4 };                 /* steps until a plan is changed */
 
+static const bool may_move[GM_N_RESULT_STATES][GM_N_RESULT_STATES] = {
+    [GM_RESULT_NONE] = {[GM_RESULT_NONE] = true, [GM_RESULT_NUMBERED] = true},
+    [GM_RESULT_NUMBERED] = {[GM_RESULT_NONE] = true,
+                            [GM_RESULT_NUMBERED] = true,
+                            [GM_RESULT_MADE] = true},
+    [GM_RESULT_MADE] = {[GM_RESULT_NONE] = true, [GM_RESULT_MADE] = true},
+};
+
+static void move(gm_chunk_state *state, gm_result_state to)
+{
+    GM_ASSERT(may_move[state->result][to]);
+    state->result = to;
+}
+
 void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
 {
     engine->speculation.host_budget = options->host_budget;
-    engine->speculation.is_share = options->host_budget > options->host_limit;
+    engine->speculation.limit = SIZE_MAX;
+    /* Of what the host has, whole or shared out to ranks, the rest is for loaders and checkpoints. */
+    engine->speculation.divisor =
+        options->host_budget == SIZE_MAX || options->host_budget > options->host_limit ? 2 : 1;
     engine->speculation.patience = PATIENCE;
 }
 
@@ -78,18 +100,11 @@ static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
     size_t available, homes = gm_arena_reserved(engine->arena) - engine->stay.home_bytes;
-    if (!s->has_limit) {
-        s->has_limit = true;
-        if (engine->policy == GM_POLICY_CUDA ||
-            find_available(engine, homes, &available) != GM_OK) {
-            s->limit = 0;
-        } else if (s->host_budget == SIZE_MAX) {
-            s->limit = available / 2; /* the rest is for loaders and checkpoints */
-        } else {
-            s->limit = s->host_budget > homes ? s->host_budget - homes : 0;
-            s->limit = s->limit < available ? s->limit : available;
-            s->limit = s->is_share ? s->limit / 2 : s->limit; /* likewise, of each rank */
-        }
+    if (s->limit == SIZE_MAX) {
+        bool is_none =
+            engine->policy == GM_POLICY_CUDA || find_available(engine, homes, &available) != GM_OK;
+        size_t wished = s->host_budget > homes ? s->host_budget - homes : 0;
+        s->limit = is_none ? 0 : (wished < available ? wished : available) / s->divisor;
     }
     return s->limit;
 }
@@ -127,8 +142,8 @@ static void settle(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
     float scale;
-    if (s->is_open && gm_clip_is_known(engine, s->open_step, &scale)) {
-        s->is_open = false;
+    if (s->open_step > 0 && gm_clip_is_known(engine, s->open_step, &scale)) {
+        s->open_step = 0;
         count_step(engine, true, !(scale >= 1 && scale <= 1));
     }
 }
@@ -137,18 +152,13 @@ bool gm_speculation_wants_numbers(gm_engine *engine)
 {
     settle(engine);
     return n_planned(engine) > 0 &&
-           (engine->speculation.n_quiet > 0 || engine->speculation.is_open) &&
+           (engine->speculation.n_quiet > 0 || engine->speculation.open_step > 0) &&
            !engine->arrive.has_repeats && !engine->step.wants_immediate;
 }
 
 void gm_speculation_note_norm(gm_engine *engine)
 {
     engine->speculation.has_norm = true;
-}
-
-void gm_speculation_note_numbers(gm_engine *engine)
-{
-    engine->speculation.has_numbers = true;
 }
 
 /* Invariant 5. */
@@ -179,15 +189,15 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
         const gm_adam_hyper *hyper = &updates[i].hyper;
         fires |= !(hyper->clip_factor >= 1 && hyper->clip_factor <= 1) || hyper->grad_divisor != 1;
     }
-    s->is_open = engine->step.is_late;
-    s->open_step = engine->step.n;
-    if (!s->is_open) {
+    s->open_step = engine->step.is_late ? engine->step.n : 0;
+    if (s->open_step == 0) {
         count_step(engine, s->has_norm, fires);
     }
-    s->has_norm = s->has_numbers = false;
+    s->has_norm = false;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        engine->chunk_states[chunk].is_numbered = false;
-        gm_habit_learn(&engine->chunk_states[chunk].backwards); /* invariant 4 */
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        move(state, state->result == GM_RESULT_MADE ? GM_RESULT_MADE : GM_RESULT_NONE);
+        gm_habit_learn(&state->backwards); /* invariant 4 */
     }
     consider(engine);
 }
@@ -231,7 +241,7 @@ static gm_status move_spares(gm_engine *engine)
             if (gm_chunks_spare(engine->chunks, other, GM_WEIGHT) &&
                 !gm_plan_is_speculated(engine->room.plan, other) &&
                 is_alike(engine, chunk, other)) {
-                engine->chunk_states[other].has_result = false;
+                move(&engine->chunk_states[other], GM_RESULT_NONE);
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_STATE));
                 GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_WEIGHT));
             }
@@ -283,12 +293,6 @@ static bool is_whole(const gm_engine *engine, uint32_t chunk, const gm_task *tas
     return n > 0 && n == task->n_ranges;
 }
 
-void gm_speculation_check_numbers(gm_engine *engine, uint32_t chunk)
-{
-    gm_chunk_state *state = &engine->chunk_states[chunk];
-    state->is_numbered = is_whole(engine, chunk, &state->task[GM_SPECULATED]);
-}
-
 static bool may_use_spare(const gm_engine *engine, uint32_t chunk)
 {
     return gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT) &&
@@ -300,11 +304,10 @@ gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
     gm_task *task = &state->task[GM_SPECULATED];
-    bool is_due = engine->room.plan && engine->speculation.has_numbers && state->is_numbered &&
-                  gm_plan_is_speculated(engine->room.plan, chunk) && !engine->update.is_armed &&
-                  !state->is_pending && !state->has_result && !atomic_load(&task->is_running);
-    is_due = is_due && state->n_held == state->n_params &&
-             state->backwards.now == state->backwards.most && may_use_spare(engine, chunk);
+    bool is_due = engine->room.plan && gm_plan_is_speculated(engine->room.plan, chunk) &&
+                  state->result == GM_RESULT_NUMBERED && state->update == GM_UPDATE_NONE &&
+                  !engine->update.is_armed && state->n_held == state->n_params &&
+                  state->backwards.now == state->backwards.most && may_use_spare(engine, chunk);
     return is_due ? task : NULL;
 }
 
@@ -318,16 +321,44 @@ static void read_versions(const gm_engine *engine, uint32_t chunk, uint64_t *out
 void gm_speculation_note_result(gm_engine *engine, uint32_t chunk)
 {
     read_versions(engine, chunk, engine->chunk_states[chunk].seen);
-    engine->chunk_states[chunk].has_result = true;
+    move(&engine->chunk_states[chunk], GM_RESULT_MADE);
     engine->speculation.n_made++;
 }
 
-bool gm_speculation_is_valid(const gm_engine *engine, uint32_t chunk)
+/* Of the bytes that there are now. */
+static bool is_valid(const gm_engine *engine, uint32_t chunk)
 {
     const gm_chunk_state *state = &engine->chunk_states[chunk];
     uint64_t now[GM_N_OWN_PIECES];
     read_versions(engine, chunk, now);
-    return state->has_result && memcmp(now, state->seen, sizeof now) == 0;
+    return state->result == GM_RESULT_MADE && memcmp(now, state->seen, sizeof now) == 0;
+}
+
+void gm_speculation_begin_numbers(gm_engine *engine)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        gm_task *task = &state->task[GM_SPECULATED];
+        if (is_valid(engine, chunk)) {
+            continue; /* the numbers are those of the result */
+        }
+        move(state, GM_RESULT_NONE);
+        if (atomic_load(&task->run) == GM_RUN_NONE) { /* else it keeps its numbers */
+            move(state, GM_RESULT_NUMBERED);
+            task->n_ranges = 0;
+        }
+    }
+}
+
+void gm_speculation_end_numbers(gm_engine *engine)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        gm_chunk_state *state = &engine->chunk_states[chunk];
+        if (state->result == GM_RESULT_NUMBERED &&
+            !is_whole(engine, chunk, &state->task[GM_SPECULATED])) {
+            move(state, GM_RESULT_NONE);
+        }
+    }
 }
 
 /* Invariant 1.  Ranges have no padding: they are compared as bytes. */
@@ -337,7 +368,7 @@ bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task
                        sizeof(gm_adam_range) == 2 * sizeof(size_t) + sizeof(gm_adam_scalars),
                    "ranges have no padding");
     const gm_task *made = &engine->chunk_states[chunk].task[GM_SPECULATED];
-    return gm_speculation_is_valid(engine, chunk) && made->n_ranges == task->n_ranges &&
+    return is_valid(engine, chunk) && made->n_ranges == task->n_ranges &&
            memcmp(made->ranges, task->ranges, task->n_ranges * sizeof *task->ranges) == 0;
 }
 
@@ -346,12 +377,8 @@ bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
     gm_chunk_state *state = &engine->chunk_states[chunk];
     bool is_taken = gm_speculation_is_of(engine, chunk, task);
     engine->speculation.n_taken += is_taken;
-    engine->speculation.n_redone += state->has_result && !is_taken;
-    state->has_result = false;
-    if (is_taken) {
-        gm_chunks_take_spare(engine->chunks, chunk, GM_STATE);
-        gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT);
-    }
+    engine->speculation.n_redone += state->result == GM_RESULT_MADE && !is_taken;
+    move(state, GM_RESULT_NONE);
     return is_taken;
 }
 
@@ -359,11 +386,13 @@ void gm_speculation_drop(gm_engine *engine)
 {
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
-        if (state->has_result && state->is_pending &&
-            !gm_speculation_is_of(engine, chunk, &state->task[engine->step.n & 1])) {
-            state->has_result = false;
+        if (state->result == GM_RESULT_MADE && gm_is_pending(engine, chunk) &&
+            !gm_speculation_is_of(engine, chunk, gm_task_of(engine, chunk))) {
+            gm_run issued = GM_RUN_ISSUED;
+            move(state, GM_RESULT_NONE);
             engine->speculation.n_redone++;
-            atomic_store(&state->task[GM_SPECULATED].is_dropped, true);
+            atomic_compare_exchange_strong(&state->task[GM_SPECULATED].run, &issued,
+                                           GM_RUN_DROPPED);
         }
     }
 }
@@ -371,6 +400,6 @@ void gm_speculation_drop(gm_engine *engine)
 void gm_speculation_forget(gm_engine *engine)
 {
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        engine->chunk_states[chunk].has_result = false;
+        move(&engine->chunk_states[chunk], GM_RESULT_NONE);
     }
 }

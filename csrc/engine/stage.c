@@ -231,19 +231,18 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
     gm_stream in, out, update = engine->update.stream;
     gm_chunks_state_streams(chunks, &in, &out);
     GM_ASSERT(!gm_chunks_is_resident(chunks, chunk, GM_STATE));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_READ, in));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_WRITE, out));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_WRITE, update));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, update));
+    const gm_use uses[] = {{GM_STATE, GM_HOME_READ, in},
+                           {GM_STATE, GM_HOME_WRITE, out},
+                           {GM_WEIGHT, GM_WRITE, update},
+                           {GM_GRAD, GM_READ, update}};
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, 4));
     pass_through p = {.chunk = chunk, .task = task};
-    if (task->is_late) { /* states may come in before the factor is known: they do not wait for it */
+    if (task->factor != GM_FACTOR_KNOWN) { /* states come in before it: they do not wait for it */
         GM_TRY(gm_clip_order(engine, false, update, &p.grad_scale));
     }
     GM_TRY(update_slices(engine, &p));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_WRITE, update));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_READ, update));
     /* Each slice was read in before it went out: the last copy home is the last access to the home. */
-    return gm_chunks_end(chunks, chunk, GM_STATE, GM_HOME_WRITE, out);
+    return gm_chunks_end_all(chunks, chunk, uses + 1, 3);
 }
 
 gm_status gm_stage_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task)
@@ -256,17 +255,13 @@ gm_status gm_stage_speculate(gm_engine *engine, uint32_t chunk, const gm_task *t
                       .has_weights = gm_chunks_is_resident(chunks, chunk, GM_WEIGHT)};
     gm_chunks_state_streams(chunks, &in, &out);
     GM_ASSERT(!gm_chunks_is_resident(chunks, chunk, GM_STATE));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_READ, in));
-    GM_TRY(p.has_weights ? gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_READ, update)
-                         : gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_HOME_READ, in));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, update));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, out));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_SPARE_WRITE, out));
+    const gm_use uses[] = {
+        {GM_STATE, GM_HOME_READ, in},
+        {GM_WEIGHT, p.has_weights ? GM_READ : GM_HOME_READ, p.has_weights ? update : in},
+        {GM_GRAD, GM_READ, update},
+        {GM_WEIGHT, GM_SPARE_WRITE, out},
+        {GM_STATE, GM_SPARE_WRITE, out}};
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, 5));
     GM_TRY(update_slices(engine, &p));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_HOME_READ, in));
-    GM_TRY(p.has_weights ? gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_READ, update)
-                         : gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_HOME_READ, in));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_READ, update));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, out));
-    return gm_chunks_end(chunks, chunk, GM_STATE, GM_SPARE_WRITE, out);
+    return gm_chunks_end_all(chunks, chunk, uses, 5);
 }

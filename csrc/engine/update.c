@@ -1,11 +1,19 @@
 /* update.c - the update of one chunk in one step: prepared as a task, issued when the plan says so
  * or when somebody needs the result, run on the device or on the host, ordered by fences alone.
  *
+ *                armed                its gradient is complete
+ *     NONE ------------------> ARMED -------------------------> PENDING
+ *      ^ ^                      |                                  |
+ *      | +------ disarmed ------+                                  |
+ *      +---------------- issued, or forgotten --------------------+
+ *
+ * What no armed backward has updated the step leads from NONE to PENDING.
+ *
  * Invariants
  *   1. A chunk with a pending update is updated before anything reads its weights or states, or
  *      writes its gradient.
  *   2. A task is rewritten only when its last run has ended.
- *   3. A task whose factor nobody has seen (is_late) reads it when it runs, behind the clip's
+ *   3. A task whose factor the host has not seen (GM_FACTOR_LATE) reads it when it runs, behind the clip's
  *      fence, and only there: what speculation has made is taken as if no clip fired, and a call
  *      behind it steps again, from the old homes, which are the spares now, to the new ones, if one
  *      did.  Whoever uses the new homes comes behind that call.
@@ -13,12 +21,26 @@
  *      backward; it would see new weights where the gradient of the old ones is meant.  If it
  *      happens the engine dies with that text.
  *
- * The host may wait in: prepare_task (for a run of two steps ago), gm_update_issue (for
- * gm_saving_keep), and where chunk.c says. */
+ * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
 #include <string.h>
+
+static const bool may_move[GM_N_UPDATE_STATES][GM_N_UPDATE_STATES] = {
+    [GM_UPDATE_NONE] = {[GM_UPDATE_ARMED] = true, [GM_UPDATE_PENDING] = true},
+    [GM_UPDATE_ARMED] = {[GM_UPDATE_NONE] = true, [GM_UPDATE_PENDING] = true},
+    [GM_UPDATE_PENDING] = {[GM_UPDATE_NONE] = true},
+};
+
+static void move(gm_engine *engine, uint32_t chunk, gm_update_state to)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    GM_ASSERT(may_move[state->update][to]);
+    engine->update.n_pending -= state->update == GM_UPDATE_PENDING;
+    engine->update.n_pending += to == GM_UPDATE_PENDING;
+    state->update = to;
+}
 
 static const gm_place *place_of(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
@@ -79,40 +101,31 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
     };
 }
 
-/* From the home to the spare, or back. */
-static void set_out_of_place(gm_engine *engine, uint32_t chunk, gm_task *task, bool is_to_spare)
+/* What kernels and the host multiply gradients by, where the host has not seen it: behind its fence. */
+static gm_status order_factor(gm_engine *engine, gm_task *task, bool is_at_home, gm_stream stream)
 {
-    uint8_t *pieces[2][2];
-    uint8_t *grad = gm_chunks_home(engine->chunks, chunk, GM_GRAD);
-    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        pieces[!is_to_spare][piece] = gm_chunks_home(engine->chunks, chunk, (gm_piece)piece);
-        pieces[is_to_spare][piece] = gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece);
-    }
-    set_arrays(engine, chunk, task, pieces[0][GM_WEIGHT], pieces[0][GM_STATE], grad);
-    task->from = (gm_adam_from){task->args.weight, task->args.low, task->args.m, task->args.v};
-    set_arrays(engine, chunk, task, pieces[1][GM_WEIGHT], pieces[1][GM_STATE], grad);
-    task->args.from = &task->from;
+    return task->factor == GM_FACTOR_KNOWN
+               ? GM_OK
+               : gm_clip_order(engine, is_at_home, stream, &task->args.grad_scale);
 }
 
 static gm_status update_in_place(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->update.stream;
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_READ, stream));
+    const gm_use uses[] = {
+        {GM_WEIGHT, GM_WRITE, stream}, {GM_STATE, GM_WRITE, stream}, {GM_GRAD, GM_READ, stream}};
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, 3));
     set_arrays(engine, chunk, task, (uint8_t *)gm_chunks_address(chunks, chunk, GM_WEIGHT),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_STATE),
                (uint8_t *)gm_chunks_address(chunks, chunk, GM_GRAD));
-    GM_TRY(task->is_late ? gm_clip_order(engine, false, stream, &task->args.grad_scale) : GM_OK);
+    GM_TRY(order_factor(engine, task, false, stream));
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
     GM_TRY(engine->device->ops->adam(engine->device, &task->args, stream));
     gm_timeline_end(engine->timeline, entry, stream);
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_WRITE, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_WRITE, stream));
-    return gm_chunks_end(chunks, chunk, GM_GRAD, GM_READ, stream);
+    return gm_chunks_end_all(chunks, chunk, uses, 3);
 }
 
 /* Weights and gradient are on the device; so are the states, or they pass through the stage. */
@@ -133,12 +146,13 @@ static void run_host_task(void *context)
 {
     gm_task *task = context;
     gm_engine *engine = task->engine;
-    float scale = task->is_redo ? *task->args.grad_scale : 0;
-    if (atomic_load(&task->is_dropped) || (scale >= 1 && scale <= 1)) {
-        atomic_store(&task->is_running, false);
+    bool is_redo = task->factor == GM_FACTOR_REDO;
+    float scale = is_redo ? *task->args.grad_scale : 0;
+    if (atomic_load(&task->run) == GM_RUN_DROPPED || (scale >= 1 && scale <= 1)) {
+        atomic_store(&task->run, GM_RUN_NONE);
         return;
     }
-    atomic_fetch_add(&engine->update.n_late, task->is_redo);
+    atomic_fetch_add(&engine->update.n_late, is_redo);
     double began = gm_seconds(), told = engine->update.told_rate;
     gm_status status = gm_adam_host(&task->args, engine->workers);
     double ns = (gm_seconds() - began) * 1e9;
@@ -152,108 +166,106 @@ static void run_host_task(void *context)
     if (status != GM_OK) {
         atomic_store(&engine->update.async_status, (int)status);
     }
-    atomic_store(&task->is_running, false);
+    atomic_store(&task->run, GM_RUN_NONE);
 }
 
-/* A speculation reads the homes and writes the spares beside them. */
-static void note_task(gm_engine *engine, uint32_t chunk, bool is_speculation, gm_stream stream)
+/* How a task runs on the host: weights and states that it reads and that it writes, and its accesses. */
+typedef struct host_way {
+    uint8_t *(*from)(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: in place */
+    uint8_t *(*to)(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+    size_t n;
+    gm_use uses[5]; /* the stream comes with the run */
+} host_way;
+
+static const host_way at_home = {
+    NULL,
+    gm_chunks_home,
+    3,
+    {{GM_WEIGHT, GM_HOME_WRITE, 0}, {GM_STATE, GM_HOME_WRITE, 0}, {GM_GRAD, GM_HOME_READ, 0}}};
+static const host_way speculated = {gm_chunks_home,
+                                    gm_chunks_spare,
+                                    5,
+                                    {{GM_WEIGHT, GM_HOME_READ, 0},
+                                     {GM_STATE, GM_HOME_READ, 0},
+                                     {GM_GRAD, GM_HOME_READ, 0},
+                                     {GM_WEIGHT, GM_SPARE_WRITE, 0},
+                                     {GM_STATE, GM_SPARE_WRITE, 0}}};
+static const host_way redone = {gm_chunks_spare,
+                                gm_chunks_home,
+                                5,
+                                {{GM_GRAD, GM_HOME_READ, 0},
+                                 {GM_WEIGHT, GM_SPARE_READ, 0},
+                                 {GM_STATE, GM_SPARE_READ, 0},
+                                 {GM_WEIGHT, GM_HOME_WRITE, 0},
+                                 {GM_STATE, GM_HOME_WRITE, 0}}};
+
+static void set_way(gm_engine *engine, uint32_t chunk, gm_task *task, const host_way *way)
 {
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        size_t bytes = gm_engine_piece_bytes(engine, chunk, (gm_piece)piece);
-        bool is_written = piece != GM_GRAD;
-        gm_note_access(engine->device, gm_chunks_home(engine->chunks, chunk, (gm_piece)piece),
-                       bytes, is_written && !is_speculation, stream);
-        if (is_written && is_speculation) {
-            gm_note_access(engine->device, gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece),
-                           bytes, true, stream);
-        }
+    const gm_chunks *chunks = engine->chunks;
+    uint8_t *grad = gm_chunks_home(chunks, chunk, GM_GRAD);
+    if (way->from) {
+        set_arrays(engine, chunk, task, way->from(chunks, chunk, GM_WEIGHT),
+                   way->from(chunks, chunk, GM_STATE), grad);
+        task->from = (gm_adam_from){task->args.weight, task->args.low, task->args.m, task->args.v};
     }
+    set_arrays(engine, chunk, task, way->to(chunks, chunk, GM_WEIGHT),
+               way->to(chunks, chunk, GM_STATE), grad);
+    task->args.from = way->from ? &task->from : NULL;
 }
 
 static gm_status call_host(gm_engine *engine, uint32_t chunk, gm_task *task, gm_stream stream)
 {
-    if (task->args.grad_scale) {
-        gm_note_access(engine->device, task->args.grad_scale, sizeof(float), false, stream);
-    }
-    atomic_store(&task->is_running, true);
+    atomic_store(&task->run, GM_RUN_ISSUED);
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_HOST_UPDATE, GM_ON_HOST, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), stream);
     gm_status status = engine->device->ops->host_call(engine->device, run_host_task, task, stream);
     gm_timeline_end(engine->timeline, entry, stream);
     if (status != GM_OK) {
-        atomic_store(&task->is_running, false);
+        atomic_store(&task->run, GM_RUN_NONE);
     }
     return status;
 }
 
+static gm_status run_on_host(gm_engine *engine, uint32_t chunk, gm_task *task, host_way way,
+                             gm_stream stream)
+{
+    gm_chunks *chunks = engine->chunks;
+    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
+    }
+    for (size_t i = 0; i < way.n; i++) {
+        way.uses[i].stream = stream;
+    }
+    GM_TRY(gm_chunks_begin_all(chunks, chunk, way.uses, way.n));
+    set_way(engine, chunk, task, &way);
+    GM_TRY(order_factor(engine, task, true, stream));
+    if (task->args.grad_scale) {
+        gm_note_access(engine->device, task->args.grad_scale, sizeof(float), false, stream);
+    }
+    for (const gm_use *use = way.uses; use < way.uses + way.n; use++) {
+        gm_note_access(engine->device,
+                       use->work >= GM_SPARE_READ ? gm_chunks_spare(chunks, chunk, use->piece)
+                                                  : gm_chunks_home(chunks, chunk, use->piece),
+                       gm_engine_piece_bytes(engine, chunk, use->piece),
+                       use->work == GM_HOME_WRITE || use->work == GM_SPARE_WRITE, stream);
+    }
+    GM_TRY(call_host(engine, chunk, task, stream));
+    return gm_chunks_end_all(chunks, chunk, way.uses, way.n);
+}
+
+/* The homes have the new bytes.  They go to the device as well, where it has the old ones. */
+static gm_status refresh(gm_engine *engine, uint32_t chunk)
+{
+    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
+    return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+}
+
 static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->update.host_stream;
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
-    }
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    set_arrays(engine, chunk, task, gm_chunks_home(chunks, chunk, GM_WEIGHT),
-               gm_chunks_home(chunks, chunk, GM_STATE), gm_chunks_home(chunks, chunk, GM_GRAD));
-    GM_TRY(task->is_late ? gm_clip_order(engine, true, stream, &task->args.grad_scale) : GM_OK);
-    note_task(engine, chunk, false, stream);
-    GM_TRY(call_host(engine, chunk, task, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_STATE, GM_HOME_WRITE, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    GM_TRY(gm_chunks_discard(chunks, chunk, GM_STATE)); /* stale; with a placement it is free */
-    GM_TRY(gm_chunks_home_written(chunks, chunk, GM_STATE, engine->call.stream));
-    return gm_chunks_home_written(chunks, chunk, GM_WEIGHT, engine->call.stream);
-}
-
-/* Invariant 3.  The result has just been taken. */
-static gm_status redo_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
-{
-    gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->clip.stream; /* not behind the speculations of other chunks */
-    GM_TRY(gm_chunks_send_home(chunks, chunk, GM_GRAD));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_SPARE_READ, stream));
-        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_HOME_WRITE, stream));
-        gm_note_access(engine->device, gm_chunks_spare(chunks, chunk, (gm_piece)piece),
-                       gm_engine_piece_bytes(engine, chunk, (gm_piece)piece), false, stream);
-    }
-    set_out_of_place(engine, chunk, task, false);
-    GM_TRY(gm_clip_order(engine, true, stream, &task->args.grad_scale));
-    task->is_redo = true;
-    note_task(engine, chunk, false, stream);
-    GM_TRY(call_host(engine, chunk, task, stream));
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_GRAD, GM_HOME_READ, stream));
-    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_SPARE_READ, stream));
-        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_HOME_WRITE, stream));
-    }
-    return GM_OK;
-}
-
-static gm_status speculate_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
-{
-    gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->update.host_stream;
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
-        GM_TRY(gm_chunks_begin(chunks, chunk, (gm_piece)piece, GM_HOME_READ, stream));
-    }
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, stream));
-    GM_TRY(gm_chunks_begin(chunks, chunk, GM_STATE, GM_SPARE_WRITE, stream));
-    set_out_of_place(engine, chunk, task, true);
-    note_task(engine, chunk, true, stream);
-    GM_TRY(call_host(engine, chunk, task, stream));
-    for (int piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-        GM_TRY(gm_chunks_end(chunks, chunk, (gm_piece)piece, GM_HOME_READ, stream));
-    }
-    GM_TRY(gm_chunks_end(chunks, chunk, GM_WEIGHT, GM_SPARE_WRITE, stream));
-    return gm_chunks_end(chunks, chunk, GM_STATE, GM_SPARE_WRITE, stream);
+    GM_TRY(run_on_host(engine, chunk, task, at_home, engine->update.host_stream));
+    GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_STATE)); /* with a placement it is free */
+    return refresh(engine, chunk);
 }
 
 gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
@@ -267,11 +279,11 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
     if (is_streamed && !gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
         return GM_OK;
     }
-    atomic_store(&task->is_dropped, false);
     gm_status status = gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT);
     if (status == GM_OK) {
-        status = is_streamed ? gm_stage_speculate(engine, chunk, task)
-                             : speculate_at_home(engine, chunk, task);
+        status = is_streamed
+                     ? gm_stage_speculate(engine, chunk, task)
+                     : run_on_host(engine, chunk, task, speculated, engine->update.host_stream);
     }
     if (status != GM_OK) {
         return gm_engine_die(engine, status);
@@ -315,30 +327,33 @@ static void forget_before(gm_engine *engine, const gm_chunk_state *state, const 
 }
 
 /* The step's factor may have come home meanwhile: the task is one like any other then. */
-static void settle(gm_engine *engine, gm_task *task)
+static void look_at_factor(gm_engine *engine, gm_task *task)
 {
     float scale;
-    if (task->is_late && gm_clip_is_known(engine, engine->step.n, &scale)) {
-        task->is_late = false;
+    if (task->factor == GM_FACTOR_LATE && gm_clip_is_known(engine, engine->step.n, &scale)) {
+        task->factor = GM_FACTOR_KNOWN;
         for (size_t i = 0; i < task->n_ranges; i++) {
             task->ranges[i].scalars.grad_scale = scale;
         }
     }
 }
 
-/* Home and spare have changed places.  What was made is the update, unless a clip fires that nobody
- * has seen. */
+/* The spares have the result, which is the update unless a clip fires that the host has not seen:
+ * invariant 3. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    GM_TRY(task->is_late ? redo_at_home(engine, chunk, task) : GM_OK);
-    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
-    return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE));
+    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT));
+    if (task->factor == GM_FACTOR_LATE) { /* not behind the speculations of other chunks */
+        task->factor = GM_FACTOR_REDO;
+        GM_TRY(run_on_host(engine, chunk, task, redone, engine->clip.stream));
+    }
+    return refresh(engine, chunk);
 }
 
 static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     bool is_on_device;
-    GM_TRY(gm_saving_keep(engine, chunk));
     if (gm_speculation_take(engine, chunk, task)) {
         return take_result(engine, chunk, task);
     }
@@ -349,18 +364,16 @@ static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
 
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 {
-    gm_chunk_state *state = &engine->chunk_states[chunk];
-    if (!state->is_pending) {
+    gm_task *task = gm_task_of(engine, chunk);
+    if (!gm_is_pending(engine, chunk)) {
         return GM_OK;
     }
-    state->is_pending = false;
-    engine->update.n_pending--;
-    gm_task *task = &state->task[engine->step.n & 1];
+    move(engine, chunk, GM_UPDATE_NONE);
     if (task->n_ranges == 0) {
         return GM_OK;
     }
-    forget_before(engine, state, task);
-    settle(engine, task);
+    forget_before(engine, &engine->chunk_states[chunk], task);
+    look_at_factor(engine, task);
     gm_status status = run(engine, chunk, task);
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
@@ -372,7 +385,7 @@ gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)
     for (; engine->update.n_pending > 0 && engine->update.next_pending < n && most > 0;
          engine->update.next_pending++) {
         uint32_t chunk = order ? order[engine->update.next_pending] : engine->update.next_pending;
-        most -= engine->chunk_states[chunk].is_pending;
+        most -= gm_is_pending(engine, chunk);
         GM_TRY(gm_update_issue(engine, chunk));
     }
     return GM_OK;
@@ -432,24 +445,18 @@ gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk)
 
 void gm_update_make_pending(gm_engine *engine, uint32_t chunk)
 {
-    gm_chunk_state *state = &engine->chunk_states[chunk];
-    GM_ASSERT(!state->is_pending);
-    state->is_armed = false;
-    state->is_pending = true;
-    engine->update.n_pending++;
+    move(engine, chunk, GM_UPDATE_PENDING);
 }
 
 /* The task of the coming step, empty.  Invariant 2. */
-static gm_status prepare_task(gm_engine *engine, uint32_t chunk, gm_task **out)
+static gm_status prepare_task(gm_engine *engine, uint32_t chunk)
 {
-    gm_task *task = &engine->chunk_states[chunk].task[engine->step.n & 1];
-    if (atomic_load(&task->is_running)) {
+    gm_task *task = gm_task_of(engine, chunk);
+    if (atomic_load(&task->run) != GM_RUN_NONE) {
         GM_TRY(gm_chunks_claim_home(engine->chunks, chunk, GM_STATE));
     }
     task->n_ranges = 0;
-    task->is_late = engine->step.is_late;
-    task->is_redo = false;
-    *out = task;
+    task->factor = engine->step.is_late ? GM_FACTOR_LATE : GM_FACTOR_KNOWN;
     return GM_OK;
 }
 
@@ -471,25 +478,17 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
         /* empty first: a chunk's parameters need not be neighbours */
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-        gm_task *task;
-        if (p->grad != GM_GRAD_USED_UP && !state->is_pending && !state->is_armed) {
-            GM_TRY(prepare_task(engine, p->place.chunk, &task));
-            gm_update_make_pending(engine, p->place.chunk);
+        if (p->grad != GM_GRAD_USED_UP && state->update == GM_UPDATE_NONE) {
+            GM_TRY(prepare_task(engine, p->place.chunk));
+            move(engine, p->place.chunk, arm ? GM_UPDATE_ARMED : GM_UPDATE_PENDING);
             state->version += !arm;
         }
     }
     for (uint32_t i = 0; i < n; i++) {
         const gm_param *p = &engine->params[updates[i].param];
-        gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
         if (p->grad != GM_GRAD_USED_UP) {
-            GM_TRY(add_range(&state->task[engine->step.n & 1], p, &updates[i].hyper));
+            GM_TRY(add_range(gm_task_of(engine, p->place.chunk), p, &updates[i].hyper));
         }
-    }
-    for (uint32_t i = 0; arm && i < n; i++) {
-        gm_chunk_state *state = &engine->chunk_states[engine->params[updates[i].param].place.chunk];
-        engine->update.n_pending -= state->is_pending;
-        state->is_armed |= state->is_pending;
-        state->is_pending = false;
     }
     engine->update.next_pending = 0;
     engine->update.is_armed = arm;
@@ -498,35 +497,31 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
 
 gm_status gm_update_number(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        gm_chunk_state *state = &engine->chunk_states[chunk];
-        state->has_result = gm_speculation_is_valid(engine, chunk);
-        /* What is still running keeps its numbers, and what has a result: they are that of it. */
-        state->is_numbered =
-            !state->has_result && !atomic_load(&state->task[GM_SPECULATED].is_running);
-        state->task[GM_SPECULATED].n_ranges *= !state->is_numbered;
-    }
-    for (uint32_t i = 0; i < n; i++) {
+    gm_status status = GM_OK;
+    gm_speculation_begin_numbers(engine);
+    for (uint32_t i = 0; status == GM_OK && i < n; i++) {
         const gm_param *p = &engine->params[updates[i].param];
         gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-        if (state->is_numbered) {
-            GM_TRY(add_range(&state->task[GM_SPECULATED], p, &updates[i].hyper));
+        if (state->result == GM_RESULT_NUMBERED) {
+            status = add_range(&state->task[GM_SPECULATED], p, &updates[i].hyper);
         }
     }
+    gm_speculation_end_numbers(engine);
+    return status;
+}
+
+static void move_all(gm_engine *engine, gm_update_state from)
+{
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        if (engine->chunk_states[chunk].is_numbered) {
-            gm_speculation_check_numbers(engine, chunk);
+        if (engine->chunk_states[chunk].update == from) {
+            move(engine, chunk, GM_UPDATE_NONE);
         }
     }
-    gm_speculation_note_numbers(engine);
-    return GM_OK;
 }
 
 void gm_update_disarm(gm_engine *engine)
 {
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        engine->chunk_states[chunk].is_armed = false;
-    }
+    move_all(engine, GM_UPDATE_ARMED);
     engine->update.is_armed = false;
 }
 
@@ -534,10 +529,7 @@ void gm_update_forget_all(gm_engine *engine)
 {
     gm_update_disarm(engine);
     gm_speculation_forget(engine);
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        engine->chunk_states[chunk].is_pending = false;
-    }
-    engine->update.n_pending = 0;
+    move_all(engine, GM_UPDATE_PENDING);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);

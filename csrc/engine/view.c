@@ -46,7 +46,7 @@ void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
     for (uint32_t id = 0; id < n; id++) {
         const gm_chunk_state *state = &engine->chunk_states[id];
         out[id] = (gm_engine_chunk){.n_uses = gm_chunks_pins(engine->chunks, id, engine->shown),
-                                    .is_pending = state->is_pending};
+                                    .is_pending = gm_is_pending(engine, id)};
         for (int piece = 0; piece < GM_N_PIECES; piece++) {
             bool is_resident = gm_chunks_is_resident(engine->chunks, id, (gm_piece)piece);
             out[id].is_resident[piece] = is_resident;

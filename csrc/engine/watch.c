@@ -99,12 +99,12 @@ static gm_status reconcile(gm_engine *engine, gm_lease *lease)
         gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
         p->n_found++;
-        status = gm_saving_keep(engine, p->place.chunk);
-        if (status == GM_OK && s.piece == GM_GATHERED) {
+        if (s.piece == GM_GATHERED) {
             status = gm_field_take_back(engine, p, lease->old, weight, lease->stream);
-        } else if (status == GM_OK) {
+        } else {
             status = gm_field_reset_low(engine, p, lease->old, weight, lease->stream);
-            gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
+            gm_status noted = gm_chunks_note_write(engine->chunks, p->place.chunk, GM_WEIGHT);
+            status = status == GM_OK ? noted : status;
         }
         gm_watch_note_seen(engine, lease->param, weight);
     }

@@ -31,6 +31,21 @@ void gm_piece_move(piece *p, piece_state to)
     p->state = to;
 }
 
+/* Every write of a piece, on the device or at home, begins here. */
+static gm_status begin_change(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    gm_piece_at(chunks, id, kind)->version++;
+    return chunks->on_change && kind <= GM_STATE ? chunks->on_change(chunks->context, id) : GM_OK;
+}
+
+static void make_dirty(piece *p)
+{
+    p->version++;
+    if (p->state == CLEAN) {
+        gm_piece_move(p, DIRTY);
+    }
+}
+
 /* ---- reading the table ---- */
 
 uintptr_t gm_chunks_address(const gm_chunks *chunks, uint32_t id, gm_piece kind)
@@ -312,23 +327,26 @@ void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece kind)
     p->last_use = ++chunks->clock;
 }
 
-bool gm_chunks_has_old_weight(gm_chunks *chunks, uint32_t id)
+bool gm_chunks_has_old_weight(const gm_chunks *chunks, uint32_t id)
+{
+    const piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
+    return p->state != DIRTY && !p->is_home_late;
+}
+
+void gm_chunks_note_written_inside(gm_chunks *chunks, uint32_t id)
 {
     piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
     p->is_written_inside = true;
     if (p->is_home_late) { /* it may have some of the new bytes */
-        gm_chunks_note_write(chunks, id, GM_WEIGHT);
+        make_dirty(p);
     }
-    return p->state != DIRTY;
 }
 
-void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)
+gm_status gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
-    piece *p = gm_piece_at(chunks, id, kind);
-    p->version++;
-    if (p->state == CLEAN) {
-        gm_piece_move(p, DIRTY);
-    }
+    GM_TRY(begin_change(chunks, id, kind));
+    make_dirty(gm_piece_at(chunks, id, kind));
+    return GM_OK;
 }
 
 /* ---- work on pieces ---- */
@@ -339,7 +357,7 @@ gm_status gm_chunks_begin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_work
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(work > GM_WRITE || gm_is_resident(p));
     GM_ASSERT(work <= GM_WRITE || work == GM_SPARE_READ || p->state != DIRTY);
-    p->version += work == GM_WRITE || work == GM_HOME_WRITE;
+    GM_TRY(work == GM_WRITE || work == GM_HOME_WRITE ? begin_change(chunks, id, kind) : GM_OK);
     switch (work) {
     case GM_READ: return wait_fence(chunks, &p->filled, stream);
     case GM_WRITE: return gm_piece_order_write(chunks, p, stream);
@@ -357,9 +375,25 @@ gm_status gm_chunks_end(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_work w
     fence *const done[GM_N_WORKS] = {&p->used,  &p->filled,     &p->home_used,
                                      &p->homed, &p->spare_used, &p->spare_homed};
     if (work == GM_WRITE) {
-        gm_chunks_note_write(chunks, id, kind);
+        make_dirty(p);
     }
     return set_fence(chunks, done[work], stream, false);
+}
+
+gm_status gm_chunks_begin_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        GM_TRY(gm_chunks_begin(chunks, id, uses[i].piece, uses[i].work, uses[i].stream));
+    }
+    return GM_OK;
+}
+
+gm_status gm_chunks_end_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        GM_TRY(gm_chunks_end(chunks, id, uses[i].piece, uses[i].work, uses[i].stream));
+    }
+    return GM_OK;
 }
 
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream)
@@ -406,10 +440,11 @@ gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm
     return GM_OK;
 }
 
-void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
+gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(p->spare && p->state != DIRTY);
+    GM_TRY(begin_change(chunks, id, kind));
     uint8_t *home = p->home;
     fence homed = p->homed, home_used = p->home_used;
     p->home = p->spare;
@@ -418,7 +453,7 @@ void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
     p->spare = home;
     p->spare_homed = homed;
     p->spare_used = home_used;
-    p->version++;
+    return GM_OK;
 }
 
 /* ---- the host's own access ---- */
@@ -435,7 +470,7 @@ gm_status gm_chunks_write_back(gm_chunks *chunks, uint32_t id, gm_piece kind)
 gm_status gm_chunks_claim_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    p->version++;
+    GM_TRY(begin_change(chunks, id, kind));
     GM_TRY(gm_chunks_send_home(chunks, id, kind));
     GM_TRY(wait_fence_on_host(chunks, &p->homed));
     GM_TRY(wait_fence_on_host(chunks, &p->home_used));
@@ -496,7 +531,7 @@ gm_status gm_chunks_write(gm_chunks *chunks, uint32_t id, gm_piece kind, size_t 
     if (bytes == 0) {
         return GM_OK;
     }
-    p->version++;
+    GM_TRY(begin_change(chunks, id, kind));
     if (gm_is_resident(p)) {
         GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
         gm_stream in = chunks->in[gm_is_transient(kind) ? GM_WEIGHT : kind];

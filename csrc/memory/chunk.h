@@ -47,6 +47,9 @@ typedef struct gm_chunks_options {
     size_t home_limit;   /* bytes of homes */
     const bool *stays;   /* (n_chunks,) borrowed; NULL: none does */
     gm_workers *workers; /* that touch them first */
+    /* Called before weights or states of a chunk change, or NULL.  It may read both, and wait. */
+    gm_status (*on_change)(void *context, uint32_t id);
+    void *context;
     size_t device_limit; /* bytes of blocks */
 } gm_chunks_options;
 
@@ -92,11 +95,13 @@ gm_status gm_chunks_wait_ready(gm_chunks *chunks, uint32_t id, gm_piece piece, g
 gm_status gm_chunks_unpin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* The same where every access was put between a begin and an end below: it adds no order. */
 void gm_chunks_unpin_ordered(gm_chunks *chunks, uint32_t id, gm_piece piece);
-/* Who has the weight pinned has written it in place: whether the home has the bytes of before for
- * certain.  From now on who pins it comes after what copies it to its home. */
-bool gm_chunks_has_old_weight(gm_chunks *chunks, uint32_t id);
+/* Whether the home has, for certain, none of what users of a pinned weight may have written in
+ * place. */
+bool gm_chunks_has_old_weight(const gm_chunks *chunks, uint32_t id);
+/* They have.  From now on who pins the weight comes after what copies it to its home. */
+void gm_chunks_note_written_inside(gm_chunks *chunks, uint32_t id);
 /* The device copy was or will be written by work on the stream it is pinned for. */
-void gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
+gm_status gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has
  * happened, when its blocks are in use or it has none. */
 gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *out);
@@ -129,6 +134,14 @@ gm_status gm_chunks_begin(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_wor
                           gm_stream stream);
 gm_status gm_chunks_end(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_work work,
                         gm_stream stream);
+/* Several at once. */
+typedef struct gm_use {
+    gm_piece piece;
+    gm_work work;
+    gm_stream stream;
+} gm_use;
+gm_status gm_chunks_begin_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n);
+gm_status gm_chunks_end_all(gm_chunks *chunks, uint32_t id, const gm_use *uses, size_t n);
 /* The users that have the piece pinned read it on `stream` up to now. */
 gm_status gm_chunks_note_readers(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream);
 /* If DIRTY: issues the copy. */
@@ -146,7 +159,7 @@ gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm
 uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
 /* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from
  * here on.  A resident copy is stale then: home_written. */
-void gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
+gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- the host's own access; it may wait ---- */
 

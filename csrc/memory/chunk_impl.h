@@ -60,6 +60,8 @@ struct gm_chunks {
     gm_piece shown; /* what tensors show */
     gm_arena *homes;
     gm_workers *workers;
+    gm_status (*on_change)(void *context, uint32_t id); /* NULL: nothing is told */
+    void *context;
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
     /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up

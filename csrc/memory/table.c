@@ -88,6 +88,8 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     chunks->home_limit = options->home_limit;
     chunks->stays = options->stays;
     chunks->workers = options->workers;
+    chunks->on_change = options->on_change;
+    chunks->context = options->context;
     chunks->limit = options->device_limit;
     size_t n = options->n_chunks ? options->n_chunks : 1;
     chunks->pieces = calloc(n * GM_N_PIECES, sizeof *chunks->pieces);

@@ -22,6 +22,7 @@ typedef struct world {
     uint8_t shadow[N_CHUNKS][GM_N_PIECES][MAX_BYTES]; /* what every piece must hold */
     uint32_t pins[N_CHUNKS];                          /* of the weight pieces */
     size_t pinned_bytes;
+    uint64_t n_told; /* changes that the table has told */
 } world;
 
 static void check_piece(world *w, uint32_t id, gm_piece piece)
@@ -41,6 +42,16 @@ static void scribble(world *w, uint32_t id, gm_piece piece, uint8_t *where)
     }
 }
 
+/* Before a change: weights and states are there to be copied, as they were. */
+static gm_status note_change(void *context, uint32_t id)
+{
+    world *w = context;
+    check_piece(w, id, GM_WEIGHT);
+    check_piece(w, id, GM_STATE);
+    w->n_told++;
+    return GM_OK;
+}
+
 static void pin(world *w, uint32_t id)
 {
     if (gm_chunks_pin(w->chunks, id, GM_WEIGHT, 0) != GM_OK) {
@@ -51,14 +62,18 @@ static void pin(world *w, uint32_t id)
     uint8_t *shown = (uint8_t *)gm_chunks_address(w->chunks, id, GM_WEIGHT);
     CHECK(memcmp(shown, w->shadow[id][GM_WEIGHT], w->bytes[id][GM_WEIGHT]) == 0);
     if (next(2)) {
+        uint64_t n_told = w->n_told;
+        CHECK_OK(gm_chunks_note_write(w->chunks, id, GM_WEIGHT));
+        CHECK(w->n_told == n_told + 1);
         scribble(w, id, GM_WEIGHT, shown);
-        gm_chunks_note_write(w->chunks, id, GM_WEIGHT);
     }
 }
 
 static void write_home(world *w, uint32_t id, gm_piece piece)
 {
+    uint64_t n_told = w->n_told;
     CHECK(gm_chunks_claim_home(w->chunks, id, piece) == GM_OK);
+    CHECK(w->n_told - n_told == (piece != GM_GRAD));
     scribble(w, id, piece, gm_chunks_home(w->chunks, id, piece));
     CHECK(gm_chunks_home_written(w->chunks, id, piece, 0) == GM_OK);
 }
@@ -129,6 +144,8 @@ static void test_against_shadow(void)
         .has_homes = true,
         .homes = w->homes,
         .home_limit = home_bytes,
+        .on_change = note_change,
+        .context = w,
         .device_limit = 200 * 4096,
     };
     CHECK(gm_chunks_new(&options, &w->chunks) == GM_OK);
