@@ -475,7 +475,9 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
         if (p->grad != GM_GRAD_USED_UP && !state->is_pending && !state->is_armed) {
             GM_TRY(prepare_task(engine, p->place.chunk, &task));
             gm_update_make_pending(engine, p->place.chunk);
-            state->version += !arm;
+            if (!arm) {
+                gm_gathered_outdate(engine, p->place.chunk);
+            }
         }
     }
     for (uint32_t i = 0; i < n; i++) {
