@@ -120,7 +120,7 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
         const uint8_t *from = (const uint8_t *)src + part.skip * width;
         status = gm_field_fill(engine, p, field, part.begin, part.n, source, from, stream);
     }
-    engine->chunk_states[p->place.chunk].version++;
+    gm_gathered_outdate(engine, p->place.chunk);
     return gm_call_end(engine, status);
 }
 
@@ -129,8 +129,8 @@ static gm_status take_back(gm_engine *engine, uint32_t id, gm_stream stream)
 {
     gm_param *p = &engine->params[id];
     gm_slice s = gm_field_shown(engine, p);
-    const gm_chunk_state *state = &engine->chunk_states[p->place.chunk];
-    GM_FAIL_IF(state->gathered != state->version, GM_ERR_STATE,
+    gm_gathered_state now = engine->chunk_states[p->place.chunk].gathered;
+    GM_FAIL_IF(now == GM_GATHERED_NONE || now == GM_GATHERED_OLD, GM_ERR_STATE,
                "gathered weights were written after a step had made them old; write them inside "
                "their unit, or through the engine");
     uint8_t *weight = malloc(2 * s.bytes + 1);

@@ -44,7 +44,7 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
         return GM_OK;
     }
     gm_update_make_pending(engine, chunk);
-    state->version++;
+    gm_gathered_outdate(engine, chunk);
     state->updated = engine->pass.n;
     atomic_fetch_add(&state->n_immediate, 1);
     GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));

@@ -106,6 +106,17 @@ typedef struct gm_habit {
     uint32_t now, most, n_fewer; /* since the last step; 0: not known yet; steps in a row */
 } gm_habit;
 
+/* The gathered weights of a chunk, as all ranks see them; see gathered.c. */
+typedef enum gm_gathered_state {
+    GM_GATHERED_NONE,
+    GM_GATHERED_LEASED,  /* on the device as long as leases show them: no rank counts on them */
+    GM_GATHERED_HELD,    /* on the device, for the next use too */
+    GM_GATHERED_SPILLED, /* on the host, unused, where the device had no room */
+    GM_GATHERED_ENDING,  /* in use, and gone with the last one */
+    GM_GATHERED_OLD,     /* of weights that have changed since */
+    GM_N_GATHERED_STATES
+} gm_gathered_state;
+
 typedef struct gm_chunk_state {
     uint32_t first_param, n_params; /* in engine->chunk_params */
     uint32_t n_arrived;             /* of them, gradients in this pass */
@@ -113,12 +124,10 @@ typedef struct gm_chunk_state {
     uint32_t n_held;                /* of them, gm_is_held */
     uint32_t n_unreduced;           /* of them, gm_is_unreduced */
     uint64_t unreduced_since;       /* the first of these, in the order of all */
-    uint32_t n_uses;                /* units and touches that have the gathered weights pinned */
     uint32_t first_tick, tick;      /* of the open pass, first and last that took it; GM_NO_TICK */
-    /* The gathered weights, as all ranks see them; see weights.c. */
-    bool is_gathered, is_doomed;
-    uint8_t *spilled;               /* these, where the device had no room; NULL: they are there */
-    uint64_t version, gathered;     /* of the chunk's weights; of those that were gathered */
+    gm_gathered_state gathered;     /* written in gathered.c alone */
+    uint8_t *spilled;               /* these weights; NULL unless GM_GATHERED_SPILLED */
+    uint32_t n_uses;                /* units and touches that have them pinned */
     uint64_t arrival;               /* the pass that n_arrived counts */
     uint64_t updated;               /* the pass whose backward has updated the chunk */
     atomic_ullong n_immediate;      /* updates inside a backward, so far */
@@ -645,11 +654,19 @@ gm_status gm_watch_renew(gm_engine *engine);
 /* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */
 void gm_watch_note_pass_end(gm_engine *engine);
 
-/* spill.c */
-/* Takes gathered weights that nobody uses now off the device; *out false: there are none. */
-gm_status gm_spill_one(gm_engine *engine, bool *out);
-gm_status gm_spill_write_back(gm_engine *engine, uint32_t chunk); /* pinned, and spilled */
-void gm_spill_forget(gm_engine *engine, uint32_t chunk);
+/* gathered.c */
+void gm_gathered_free(gm_engine *engine);
+/* A use can have them, without another gathering. */
+bool gm_gathered_is_valid(const gm_engine *engine, uint32_t chunk);
+/* They have been gathered; is_held: all ranks count on them. */
+void gm_gathered_note(gm_engine *engine, uint32_t chunk, bool is_held);
+void gm_gathered_outdate(gm_engine *engine, uint32_t chunk);  /* the chunk's weights change */
+gm_status gm_gathered_end(gm_engine *engine, uint32_t chunk); /* no rank counts on them now */
+/* The same, with the last use. */
+gm_status gm_gathered_lose_place(gm_engine *engine, uint32_t chunk);
+/* Takes gathered weights that are not in use off the device; *out false: there are none. */
+gm_status gm_gathered_spill_one(gm_engine *engine, bool *out);
+gm_status gm_gathered_bring_back(gm_engine *engine, uint32_t chunk); /* pinned, and SPILLED */
 
 /* room.c */
 void gm_room_init(gm_engine *engine, const gm_engine_options *options);

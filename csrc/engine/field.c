@@ -106,7 +106,7 @@ gm_status gm_field_read(gm_engine *engine, const gm_param *p, gm_field field, ui
 
 static bool is_spilled(const gm_engine *engine, const gm_param *p)
 {
-    return engine->chunk_states[p->place.chunk].spilled != NULL;
+    return engine->chunk_states[p->place.chunk].gathered == GM_GATHERED_SPILLED;
 }
 
 /* Tensors that show the parameter see its new bytes (`src`, whole) without another gathering. */

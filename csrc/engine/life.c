@@ -50,9 +50,7 @@ static void engine_free(gm_engine *engine)
     gm_sums_free(engine);
     gm_ranks_free(engine);
     gm_weights_free(engine);
-    for (uint32_t i = 0; engine->chunk_states && i < gm_layout_n_chunks(engine->layout); i++) {
-        gm_spill_forget(engine, i);
-    }
+    gm_gathered_free(engine);
     gm_arena_free(engine->arena);
     gm_stay_free(engine);
     gm_speculation_free(engine);

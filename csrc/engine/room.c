@@ -113,7 +113,7 @@ gm_status gm_room_pin(gm_engine *engine, uint32_t chunk, gm_piece piece, gm_stre
         status = gm_chunks_pin(engine->chunks, chunk, piece, stream);
     }
     for (bool has_more = true; status == GM_ERR_NOMEM && has_more;) {
-        GM_TRY(gm_spill_one(engine, &has_more));
+        GM_TRY(gm_gathered_spill_one(engine, &has_more));
         status = has_more ? gm_chunks_pin(engine->chunks, chunk, piece, stream) : status;
     }
     return status;

@@ -481,7 +481,9 @@ gm_status gm_update_prepare(gm_engine *engine, const gm_update *updates, uint32_
         if (p->grad != GM_GRAD_USED_UP && state->update == GM_UPDATE_NONE) {
             GM_TRY(prepare_task(engine, p->place.chunk));
             move(engine, p->place.chunk, arm ? GM_UPDATE_ARMED : GM_UPDATE_PENDING);
-            state->version += !arm;
+            if (!arm) {
+                gm_gathered_outdate(engine, p->place.chunk);
+            }
         }
     }
     for (uint32_t i = 0; i < n; i++) {

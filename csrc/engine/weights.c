@@ -4,11 +4,11 @@
  * Invariants
  *   1. What begins a collective depends on the sequence of calls (units, backward nodes, leases
  *      that are made, gradients, steps) and on the plan that the ranks share, which are the same on
- *      all ranks; never on memory, on time, or on when a lease ends.  So is_gathered is kept apart
- *      from residence: it is set by a gathering, and cleared on demand with the last use, under a
- *      plan when another chunk is gathered into the plan's blocks of this one - also where this
- *      rank has left the plan's placement for lack of memory, and keeps to its order: what it has
- *      no room for meanwhile is on the host (spill.c).
+ *      all ranks; never on memory, on time, or on when a lease ends.  So the state of gathered
+ *      weights (gathered.c) is kept apart from residence: they are HELD from a gathering on, on
+ *      demand until the last use, under a plan until another chunk is gathered into the plan's
+ *      blocks of this one - also where this rank has left the plan's placement for lack of memory,
+ *      and keeps to its order: what it has no room for meanwhile is on the host.
  *   2. Every collective is issued on comm_stream, under the engine's lock, in the order of those
  *      calls.
  *   3. Gathered weights are pinned while anybody needs them: nobody evicts a transient piece. */
@@ -45,18 +45,6 @@ static gm_status issue_gather(gm_engine *engine, uint32_t chunk)
     return gm_chunks_end(chunks, chunk, GM_GATHERED, GM_WRITE, stream);
 }
 
-static bool is_valid(const gm_chunk_state *state)
-{
-    return state->is_gathered && state->gathered == state->version;
-}
-
-static gm_status forget(gm_engine *engine, uint32_t chunk)
-{
-    engine->chunk_states[chunk].is_gathered = engine->chunk_states[chunk].is_doomed = false;
-    gm_spill_forget(engine, chunk);
-    return gm_chunks_discard(engine->chunks, chunk, GM_GATHERED); /* unless a lease shows it */
-}
-
 /* In the plan's blocks for gathered weights the chunk takes the place of others. */
 static gm_status take_place(gm_engine *engine, uint32_t chunk)
 {
@@ -70,11 +58,7 @@ static gm_status take_place(gm_engine *engine, uint32_t chunk)
                                   engine->device->block_bytes);
     uint32_t at = 0, old, *owners = engine->weights.owners;
     while ((old = gm_owners_take(owners, place, n, chunk, &at)) != GM_NO_OWNER) {
-        gm_chunk_state *other = &engine->chunk_states[old];
-        other->is_doomed = other->n_uses > 0; /* then it goes with its last use */
-        if (!other->is_doomed) {
-            GM_TRY(forget(engine, old));
-        }
+        GM_TRY(gm_gathered_lose_place(engine, old));
     }
     return GM_OK;
 }
@@ -97,17 +81,15 @@ void gm_weights_renew(gm_engine *engine, gm_plan *plan)
 gm_status gm_weights_forget_all(gm_engine *engine)
 {
     engine->weights.collectives = NULL;
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        gm_chunk_state *state = &engine->chunk_states[chunk];
-        state->is_doomed = state->n_uses > 0;
-        if (!state->is_doomed && engine->shown == GM_GATHERED) {
-            GM_TRY(forget(engine, chunk));
-        }
+    uint32_t n = engine->shown == GM_GATHERED ? gm_layout_n_chunks(engine->layout) : 0;
+    for (uint32_t chunk = 0; chunk < n; chunk++) {
+        GM_TRY(gm_gathered_lose_place(engine, chunk));
     }
     return GM_OK;
 }
 
-static gm_status gather(gm_engine *engine, uint32_t chunk)
+/* is_use: as of gm_weights_pin. */
+static gm_status gather(gm_engine *engine, uint32_t chunk, bool is_use)
 {
     gm_chunks *chunks = engine->chunks;
     GM_TRY(gm_ranks_check_joined(engine));
@@ -130,10 +112,7 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
     }
     if (status == GM_OK) {
         gm_chunk_state *state = &engine->chunk_states[chunk];
-        gm_spill_forget(engine, chunk);
-        state->is_gathered = true;
-        state->is_doomed = false;
-        state->gathered = state->version;
+        gm_gathered_note(engine, chunk, is_use || engine->weights.collectives || state->n_uses > 0);
         status = is_shown ? gm_watch_renew(engine) : GM_OK;
     }
     return status;
@@ -141,36 +120,34 @@ static gm_status gather(gm_engine *engine, uint32_t chunk)
 
 gm_status gm_weights_prefetch(gm_engine *engine, uint32_t chunk)
 {
-    if (engine->shown != GM_GATHERED || is_valid(&engine->chunk_states[chunk])) {
+    if (engine->shown != GM_GATHERED || gm_gathered_is_valid(engine, chunk)) {
         return GM_OK;
     }
     GM_TRY(gm_update_issue(engine, chunk));
-    return gather(engine, chunk);
+    return gather(engine, chunk, true);
 }
 
 /* Onto the device, if they are on the host. */
 static gm_status bring_back(gm_engine *engine, uint32_t chunk)
 {
-    if (!engine->chunk_states[chunk].spilled) {
+    if (engine->chunk_states[chunk].gathered != GM_GATHERED_SPILLED) {
         return GM_OK;
     }
     GM_TRY(gm_room_pin(engine, chunk, GM_GATHERED, engine->ranks.stream));
-    gm_status status = gm_spill_write_back(engine, chunk);
+    gm_status status = gm_gathered_bring_back(engine, chunk);
     gm_chunks_unpin_ordered(engine->chunks, chunk, GM_GATHERED);
     return status;
 }
 
 static gm_status pin_gathered(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
 {
-    gm_chunk_state *state = &engine->chunk_states[chunk];
-    if (!is_valid(state)) {
-        GM_TRY(gather(engine, chunk));
-        state->is_gathered = is_use || engine->weights.collectives || state->n_uses > 0;
+    if (!gm_gathered_is_valid(engine, chunk)) {
+        GM_TRY(gather(engine, chunk, is_use));
     }
     GM_TRY(bring_back(engine, chunk));
     GM_ASSERT(gm_chunks_is_resident(engine->chunks, chunk, GM_GATHERED));
     GM_TRY(gm_chunks_pin(engine->chunks, chunk, GM_GATHERED, stream));
-    state->n_uses += is_use;
+    engine->chunk_states[chunk].n_uses += is_use;
     return GM_OK;
 }
 
@@ -180,10 +157,10 @@ static gm_status unpin_gathered(gm_engine *engine, uint32_t chunk, gm_stream str
     GM_ASSERT(!is_use || engine->chunk_states[chunk].n_uses > 0);
     gm_chunk_state *state = &engine->chunk_states[chunk];
     state->n_uses -= is_use;
-    if (is_use && state->n_uses == 0 && (state->is_doomed || !engine->weights.collectives)) {
-        return forget(engine, chunk);
-    }
-    return state->is_gathered ? GM_OK : gm_chunks_discard(engine->chunks, chunk, GM_GATHERED);
+    gm_gathered_state now = state->gathered;
+    bool is_last = state->n_uses == 0 && !(now == GM_GATHERED_HELD && engine->weights.collectives);
+    bool ends = is_use ? is_last : now == GM_GATHERED_NONE || now == GM_GATHERED_LEASED;
+    return ends ? gm_gathered_end(engine, chunk) : GM_OK;
 }
 
 gm_status gm_weights_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use)
@@ -211,9 +188,9 @@ gm_status gm_weights_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_strea
     if (engine->shown != GM_GATHERED) {
         return gm_weights_unpin(engine, chunk, stream, true);
     }
-    gm_chunk_state *state = &engine->chunk_states[chunk];
     GM_TRY(gm_chunks_unpin(engine->chunks, chunk, GM_GATHERED, stream));
+    gm_chunk_state *state = &engine->chunk_states[chunk];
     state->n_uses--;
-    state->is_doomed |= !engine->weights.collectives; /* it goes with its next last use */
+    GM_ASSERT(state->gathered != GM_GATHERED_ENDING || state->n_uses > 0);
     return GM_OK;
 }
