@@ -62,6 +62,7 @@ typedef struct host_device {
 
     timed_event *timed; /* (n_timed,) */
     size_t n_timed;
+    size_t first_free_timed;      /* no slot below it is free */
     uint64_t n_streams, n_events; /* alive */
     uint64_t last_id;             /* of streams and events; never used twice */
 } host_device;
@@ -329,13 +330,14 @@ static gm_status host_stream_sync(gm_device *base, gm_stream stream)
 
 static gm_status timed_event_new(host_device *dev, gm_event *out)
 {
-    size_t slot = 0;
+    size_t slot = dev->first_free_timed;
     while (slot < dev->n_timed && dev->timed[slot].is_used) {
         slot++;
     }
     GM_TRY(
         GM_GROW(dev->timed, slot, dev->n_timed, "host memory: no room for a table of %zu events"));
     dev->timed[slot] = (timed_event){.is_used = true};
+    dev->first_free_timed = slot + 1;
     *out = TIMED + slot;
     return GM_OK;
 }
@@ -365,7 +367,9 @@ static void host_event_free(gm_device *base, gm_event event)
     timed_event *timed = timed_of(dev, event);
     GM_ASSERT((timed || (event != 0 && event <= dev->last_id)) && dev->n_events > 0);
     if (timed) {
+        size_t slot = (size_t)(timed - dev->timed);
         timed->is_used = false;
+        dev->first_free_timed = slot < dev->first_free_timed ? slot : dev->first_free_timed;
     }
     dev->n_events--;
 }

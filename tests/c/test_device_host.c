@@ -358,6 +358,15 @@ static void check_time_and_calls(gm_device *dev)
     CHECK(ops->event_record(dev, events[38], 0) == GM_ERR_ARG);
     CHECK_OK(ops->event_new(dev, true, &events[38])); /* it was never recorded */
     CHECK(ops->event_elapsed(dev, events[0], events[38], &seconds) == GM_ERR_STATE);
+    gm_event freed[] = {events[20], events[4]};
+    for (int i = 0; i < 2;
+         i++) { /* their slots are the next ones that are taken, the first first */
+        ops->event_free(dev, freed[i]);
+    }
+    CHECK_OK(ops->event_new(dev, true, &events[4]));
+    CHECK_OK(ops->event_new(dev, true, &events[20]));
+    CHECK(events[20] == freed[0] && events[4] == freed[1]);
+    CHECK_OK(ops->event_elapsed(dev, events[0], events[0], &seconds));
     for (int i = 0; i < 40; i++) {
         ops->event_free(dev, events[i]);
     }

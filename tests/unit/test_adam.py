@@ -238,7 +238,7 @@ small = st.floats(min_value=-1.0, max_value=1.0, width=32)
 variance = st.floats(min_value=0.0, width=32, allow_nan=False)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     rows=st.lists(
         st.tuples(f32 | small, f32 | small, f32 | small, variance), min_size=1, max_size=20
@@ -257,7 +257,7 @@ def test_the_reference_is_what_arith_h_says(rows, step, adamw):
         assert [word(x) for x in expected] == [word(float(x)) for x in got], (i, rows[i])
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(rows=st.lists(st.tuples(small, small, small, variance), min_size=1, max_size=20))
 def test_low_parts_hold_the_same_masters(rows):
     """bf16 and fp16 weights train the fp32 parameter that an fp32 weight would train."""
@@ -315,7 +315,7 @@ def test_within_1e_6_of_torch_after_1000_steps(adamw):
     assert whole <= 1e-6
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     values=st.lists(st.tuples(f32, f32), min_size=1, max_size=40),
     dtypes=st.tuples(st.sampled_from(list(FORMATS)), st.sampled_from(list(FORMATS))),

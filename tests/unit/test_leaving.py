@@ -20,10 +20,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.multiprocessing import get_context
 
 import gemini_strategy as gs
 from helpers.pairs import turns
+from helpers.ranks import fork_context
 from helpers.reference import Recipe, assert_same_bits, drive, managed, plain
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -249,15 +249,15 @@ assert {{p for g in optimizer.param_groups for p in g["params"]}} <= set(both["m
     assert ran.returncode == 0, ran.stderr
 
 
-def _check_spawned(model: nn.Module, want: dict[str, torch.Tensor]) -> None:
+def _check_started(model: nn.Module, want: dict[str, torch.Tensor]) -> None:
     same(dict(model.state_dict()), want)
     assert _keys(model) == _keys(Net())
 
 
-def test_a_process_that_is_spawned_gets_a_plain_model() -> None:
+def test_a_process_that_is_started_gets_a_plain_model() -> None:
     engine = trained()
     arguments = (engine.model, engine.model_state_dict())
-    process = get_context("spawn").Process(target=_check_spawned, args=arguments)
+    process = fork_context().Process(target=_check_started, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == 0

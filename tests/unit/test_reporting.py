@@ -156,26 +156,23 @@ def train():
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "n_results"),
-    [
-        ("import gc; train(); gc.collect()", 1),  # the engine is gone
-        ("train(); sys.exit(3)", 1),
-        ("train(); train(); 1 / 0", 2),
-        ("train().close()", 1),
-        ("train(); os.fork() or sys.exit(); os.wait()", 1),
-        ("pid = os.fork()\nif pid == 0: train()\nelse: os.waitpid(pid, 0)", 1),
-    ],
-)
-def test_the_result_is_told_however_the_program_ends(
-    end: str, n_results: int, tmp_path: Path
-) -> None:
-    (ended,) = scripts.run_to_the_end(
-        tmp_path, {"one": f"{_LOOP}\n{end}"}, "import torch, gemini_strategy"
-    ).values()
-    assert ended.stderr.count("Gemini: the plan") == n_results, ended.stderr
-    assert ended.stderr.count("Gemini: the result") == n_results
-    assert ended.stderr.count("after 3 steps") == n_results
+ENDS = {  # and how many engines have trained
+    "import gc; train(); gc.collect()": 1,  # the engine is gone
+    "train(); sys.exit(3)": 1,
+    "train(); train(); 1 / 0": 2,
+    "train().close()": 1,
+    "train(); os.fork() or sys.exit(); os.wait()": 1,
+    "pid = os.fork()\nif pid == 0: train()\nelse: os.waitpid(pid, 0)": 1,
+}
+
+
+def test_the_result_is_told_however_the_program_ends(tmp_path: Path) -> None:
+    programs = {f"{number}": f"{_LOOP}\n{end}" for number, end in enumerate(ENDS)}
+    imports = "import torch, torch._dynamo, gemini_strategy"
+    ended = scripts.run_to_the_end(tmp_path, programs, imports)
+    for (end, n_results), one in zip(ENDS.items(), ended.values(), strict=True):
+        for said in ("Gemini: the plan", "Gemini: the result", "after 3 steps"):
+            assert one.stderr.count(said) == n_results, f"{end}: {one.stderr}"
 
 
 def test_one_line_is_logged_when_the_first_plan_is_followed(

@@ -731,7 +731,7 @@ def test_everything_is_given_back(how: str) -> None:
     gc.collect()
     files, maps, threads = _usage()
     grown = []
-    for _ in range(3):  # malloc keeps some of what it had; a leak of 4 MiB each shows every time
+    for _ in range(2):  # malloc keeps some of what it had; a leak of 4 MiB each shows every time
         resident = _resident()
         engines = [once() for _ in range(20)]
         gc.collect()
