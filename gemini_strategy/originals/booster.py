@@ -13,36 +13,24 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy.originals import wrapper as base
 from gemini_strategy.originals.arguments import Only, chosen, takes
-from gemini_strategy.originals.wrapper import (
-    CLIPPING,
-    SCALING,
-    WrappedModule,
-    WrappedOptimizer,
-    place,
-)
 
 _PLAN = "the plan decides that from device_budget and what was measured; leave it out"
 _MESH = Only(None, "give zero_group=, a DeviceMesh of two dimensions: replicas, shards")
 _PARALLEL = "a model larger than a GPU is trained by moving chunks, with data parallelism alone; leave it out"
-_KERNELS = Only(
-    False, "choose them in the model (attn_implementation=, torch.compile of its blocks)"
-)
-_OPTIMIZER = {"gpu_margin_mem_ratio": None, **SCALING, **CLIPPING}
+_KERNELS = Only(False, "choose them in the model (attn_implementation=, compiled blocks)")
+_OPTIMIZER = {"gpu_margin_mem_ratio": None, **base.SCALING, **base.CLIPPING}
 MODEL = {
     "chunk_config_dict": Only(None, "give chunk_size=, in bytes of weights"),
     "chunk_init_device": Only(None, "values go straight to their places"),
     "placement_policy": "auto",
     "enable_gradient_accumulation": False,
     "max_prefetch": Only(0, f"how far is fetched ahead: {_PLAN}"),
-    "shard_param_frac": 1.0,
-    "offload_optim_frac": 0.0,
-    "offload_param_frac": 0.0,
+    "shard_param_frac": 1.0, "offload_optim_frac": 0.0, "offload_param_frac": 0.0,
     "warmup_non_model_data_ratio": Only(0.8, f"the first step is served on demand: {_PLAN}"),
     "steady_cuda_cap_ratio": Only(0.9, "give device_budget=, which is kept"),
-    "search_range_m": 32,
-    "hidden_dim": None,
-    "min_chunk_size_m": 32,
+    "search_range_m": 32, "hidden_dim": None, "min_chunk_size_m": 32,
     "pin_memory": Only(True, "places on the host are pinned memory"),
     "force_outputs_fp32": False,
     "strict_ddp_mode": Only(False, 'give placement_policy="static", which keeps everything on the device'),
@@ -56,28 +44,24 @@ MODEL = {
     "enable_async_reduce": Only(True, "reductions run beside the backward in any case"),
     "fp8_communication": Only(False, "nothing is quantized"),
     "use_fp8": Only(False, "nothing is quantized"),
-    "chunk_size": None,
-    "device_budget": None,
+    "chunk_size": None, "device_budget": None,
 }  # fmt: skip
 _PLUGIN = {
-    **{name: default for name, default in MODEL.items() if name != "mixed_precision"},
-    **_OPTIMIZER,
-    "precision": "fp16",
-    "tp_size": Only(1, _PARALLEL),
-    "extra_dp_size": Only(1, _MESH.reason),
-    **{
-        f"enable_{name}": _KERNELS
-        for name in ("all_optimization", "fused_normalization", "flash_attention")
-    },
-    "enable_sequence_parallelism": Only(False, _PARALLEL),
-    "enable_jit_fused": _KERNELS,
+    **{name: each for name, each in MODEL.items() if name not in ("mixed_precision", "extra_dp_group")}, **_OPTIMIZER,
+    "precision": "fp16", "tp_size": Only(1, _PARALLEL), "extra_dp_size": Only(1, _MESH.reason),
+    "enable_all_optimization": _KERNELS, "enable_fused_normalization": _KERNELS, "enable_flash_attention": _KERNELS,
+    "enable_sequence_parallelism": Only(False, _PARALLEL), "enable_jit_fused": _KERNELS,
     "enable_sequence_overlap": Only(False, _PARALLEL),
-}
+}  # fmt: skip
 _ORDER = """
 chunk_config_dict chunk_init_device placement_policy enable_gradient_accumulation max_prefetch shard_param_frac
 offload_optim_frac offload_param_frac warmup_non_model_data_ratio steady_cuda_cap_ratio precision master_weights
-pin_memory force_outputs_fp32 strict_ddp_mode search_range_m hidden_dim min_chunk_size_m memstats
-"""  # of the plugin; the others follow as they are
+pin_memory force_outputs_fp32 strict_ddp_mode search_range_m hidden_dim min_chunk_size_m memstats gpu_margin_mem_ratio
+initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis max_scale max_norm norm_type tp_size
+extra_dp_size enable_all_optimization enable_fused_normalization enable_flash_attention enable_sequence_parallelism
+enable_jit_fused enable_sequence_overlap enable_async_reduce use_fp8 fp8_communication scatter_after_inference
+zero_group verbose
+"""  # of the plugin's arguments
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 _DTYPES = {**_PRECISIONS, torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
 _POLICIES = {
@@ -114,7 +98,7 @@ def _management(call: str, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class GeminiDDP(WrappedModule):
+class GeminiDDP(base.WrappedModule):
     """A model in chunks, in place; GeminiOptimizer takes its optimizer over. docs/originals.md has the arguments."""
 
     @takes(**MODEL)
@@ -122,7 +106,7 @@ class GeminiDDP(WrappedModule):
         super().__init__(module, **_management("GeminiDDP", given))
 
 
-class GeminiOptimizer(WrappedOptimizer):
+class GeminiOptimizer(base.WrappedOptimizer):
     """The optimizer of a GeminiDDP: `backward(loss)`, `step`, `zero_grad`, `state_dict`, `load_state_dict`."""
 
     @takes(**_OPTIMIZER)
@@ -198,13 +182,8 @@ class Booster:
         use_async=_ASYNC,
     )  # fmt: skip
     def save_model(
-        self,
-        model: GeminiDDP,
-        checkpoint: Any,
-        shard: bool,
-        size_per_shard: int,
-        use_safetensors: bool,
-    ) -> None:
+        self, model: GeminiDDP, checkpoint: Any, shard: bool, size_per_shard: int, use_safetensors: bool
+    ) -> None:  # fmt: skip
         """The fp32 masters and buffers: a file that rank 0 writes, or with `shard` and use_safetensors=True a Hugging
         Face folder that all ranks write, with files of `size_per_shard` MB at most."""
         if model.engine is None:
@@ -246,7 +225,7 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Any) -> None:
         """The schedule's own state; rank 0 writes."""
-        if place()[0] == 0:
+        if base.place()[0] == 0:
             torch.save(lr_scheduler.state_dict(), checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Any) -> None:
@@ -257,6 +236,8 @@ class Booster:
 def _write(engine: gs.Engine, checkpoint: Any, state: Any, save: Callable[[Any, Any], Any]) -> None:
     """Rank 0 writes a file, which is whole or not there. What fails there is raised on every rank."""
     path, error = Path(checkpoint), None
+    if "://" in str(checkpoint):
+        raise gs.GeminiError(f"{checkpoint} is no file of a file system: save to one and copy it")
     if engine.ranks.rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

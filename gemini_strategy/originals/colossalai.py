@@ -188,6 +188,20 @@ class TrainingEngine:
         return None if self.is_between else self.optimizer.step()
 
 
+class _Schedule:
+    """A scheduler of steps, stepped once per micro-batch."""
+
+    def __init__(self, schedule: Any, engine: TrainingEngine) -> None:
+        self._schedule, self._engine = schedule, engine
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self._engine.is_between:
+            self._schedule.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_schedule"], name)
+
+
 @takes(
     criterion=None, train_dataloader=None, test_dataloader=None, lr_scheduler=None,
     ophooks=Only(None, "register hooks on the modules themselves"), verbose=False, device_budget=None,
@@ -228,8 +242,7 @@ def initialize(
         own = WrappedOptimizer(wrapped, optimizer, max_norm=config.get("clip_grad_norm") or 0.0)
     engine = TrainingEngine(wrapped, own, n, criterion)
     if lr_scheduler is not None and n > 1:
-        step = lr_scheduler.step
-        lr_scheduler.step = lambda *args: None if engine.is_between else step(*args)
+        lr_scheduler = _Schedule(lr_scheduler, engine)
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
 
@@ -313,14 +326,10 @@ class ZeroInitContext:
 _ADAM = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8}
 _NO_FILES = "moments are on the host or on the device, there is no file tier yet; leave it out"
 _NVME = {"nvme_offload_fraction": Only(0.0, _NO_FILES), "nvme_offload_dir": Only(None, _NO_FILES)}
-HybridAdam, CPUAdam = (
-    takes(**_ADAM, weight_decay=0.0, adamw_mode=True, **_NVME)(each)
-    for each in (gs.HybridAdam, gs.CPUAdam)
-)
-FusedAdam = takes(
-    **_ADAM,
-    adamw_mode=True,
-    weight_decay=0.0,
-    amsgrad=Only(False, "Adam and AdamW only"),
-    set_grad_none=Only(True, "zero_grad(set_to_none=False) zeroes gradients"),
-)(gs.HybridAdam)
+_FUSED = {
+    "amsgrad": Only(False, "Adam and AdamW only"),
+    "set_grad_none": Only(True, "zero_grad(set_to_none=False) zeroes gradients"),
+}
+_adam = takes(**_ADAM, weight_decay=0.0, adamw_mode=True, **_NVME)
+HybridAdam, CPUAdam = _adam(gs.HybridAdam), _adam(gs.CPUAdam)
+FusedAdam = takes(**_ADAM, adamw_mode=True, weight_decay=0.0, **_FUSED)(gs.HybridAdam)

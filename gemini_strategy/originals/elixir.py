@@ -23,20 +23,15 @@ import torch
 from torch import nn
 
 import gemini_strategy as gs
+from gemini_strategy.originals import wrapper as base
 from gemini_strategy.originals.arguments import Only, chosen, counted, takes
-from gemini_strategy.originals.wrapper import (
-    CLIPPING,
-    SCALING,
-    WrappedModule,
-    WrappedOptimizer,
-    place,
-)
 
 __all__ = [
     "ElixirModule", "ElixirOptimizer", "MemoryProfile", "SearchResult", "cuda_memory_profiling", "minimum_waste_search",
     "optimal_search",
 ]  # fmt: skip
 _PRECISIONS = {torch.float32: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+_SCALING = {**base.SCALING, "initial_scale": 32768, "max_scale": 2**24}
 _GPU = "h100"  # of a search where there is none
 _PINNED = Only(True, "places on the host are pinned memory; leave it out")
 _ADAM = Only("Adam", "the engine updates with Adam and AdamW")
@@ -95,10 +90,9 @@ def optimal_search(m: nn.Module, group_size: int, **given: Any) -> SearchResult:
 def _search(
     call: str, model: nn.Module, group_size: int, policy: str, n_grids: int | None, given: Mapping[str, Any]
 ) -> SearchResult:  # fmt: skip
-    dtype, overlap, step_fn, inp = (
-        given[n] for n in ("unified_dtype", "overlap", "step_fn", "inp")
-    )
-    budget, gpu, cuda = given["device_budget"], given["gpu"], torch.cuda.is_available()
+    dtype, overlap, step_fn = given["unified_dtype"], given["overlap"], given["step_fn"]
+    inp, budget, gpu = given["inp"], given["device_budget"], given["gpu"]
+    cuda = torch.cuda.is_available()
     if step_fn is None and (overlap or inp is not None):
         name = "prefetch=True" if overlap else "inp=..."
         raise ValueError(f"{call}({name}): without step_fn= nothing uses it: give an example step")
@@ -117,7 +111,7 @@ def _search(
         predicted=None if step_fn is None else _predicted(estimate, overlap),
         table="" if step_fn is None else str(estimate),
     )
-    if given["verbose"] and place()[0] == 0:
+    if given["verbose"] and base.place()[0] == 0:
         text = f"chunk size {result.chunk_size:,} bytes\n{result.table}"
         print(text.strip(), file=sys.stderr, flush=True)
     return result
@@ -177,7 +171,7 @@ def cuda_memory_profiling(
     )
 
 
-class ElixirModule(WrappedModule):
+class ElixirModule(base.WrappedModule):
     """A model in chunks, as a search has found them; dtype, model and ranks have to be those of the search."""
 
     @takes(
@@ -186,7 +180,7 @@ class ElixirModule(WrappedModule):
     )  # fmt: skip
     def __init__(self, module: nn.Module, search_result: SearchResult, **given: Any) -> None:
         dtype, group, found = given["dtype"], given["process_group"], search_result
-        other, size = "ElixirModule(search_result=...): it is", place(group)[1]
+        other, size = "ElixirModule(search_result=...): it is", base.place(group)[1]
         if dtype is not found.unified_dtype:
             wanted = f"expected the search's, {found.unified_dtype}."
             raise ValueError(f"ElixirModule(dtype={dtype}): {wanted}")
@@ -230,17 +224,13 @@ def _fuse(module: Any) -> None:
     )
 
 
-class ElixirOptimizer(WrappedOptimizer):
+class ElixirOptimizer(base.WrappedOptimizer):
     """The optimizer of an ElixirModule: `backward(loss)`, `step`, `zero_grad`, `state_dict`.
 
     With init_step=True its state has its entries from the start: step 0 and moments of zero. No step is made.
     """
 
-    @takes(
-        **{**SCALING, "initial_scale": 32768, "max_scale": 2**24},
-        **CLIPPING,
-        init_step=False,
-    )
+    @takes(**_SCALING, **base.CLIPPING, init_step=False)
     def __init__(self, module: ElixirModule, optimizer: Any, **given: Any) -> None:
         if not isinstance(module, ElixirModule):
             kind = type(module).__name__

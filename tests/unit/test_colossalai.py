@@ -6,6 +6,7 @@ import errno
 import inspect
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,7 @@ def test_accumulation_clipping_and_a_schedule_from_the_configuration() -> None:
         engine.step()
         schedule.step()
     assert schedule.last_epoch == 2
+    pickle.dumps(schedule.state_dict())
     assert engine.model.engine.stats()["steps"] == 2
     assert_same_model(
         engine.model.state_dict(), plain(batches, clip=0.05, accumulate=2, initial_scale=64.0)
@@ -249,6 +251,15 @@ def test_old_ways_to_say_cpu() -> None:
     engine.close()
     with pytest.raises(ValueError, match="ophooks"):
         colossalai.initialize(model, HybridAdam(model.parameters()), ophooks=[])  # type: ignore[arg-type]
+
+
+def test_modules_of_the_import_paths_of_old() -> None:
+    import gemini_strategy.colossalai.launch as launch
+    import gemini_strategy.elixir.search as search
+
+    assert launch.Booster is Booster
+    assert launch is sys.modules["gemini_strategy.colossalai.booster"] is colossalai
+    assert search is sys.modules["gemini_strategy.elixir"]
 
 
 # ---- ZeroInitContext ----
@@ -442,6 +453,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
 ) -> None:
     booster, model, optimizer = boosted()
     (tmp_path / "file").write_text("")
+    with pytest.raises(gs.GeminiError, match="s3://a/model is no file"):
+        booster.save_model(model, "s3://a/model", use_safetensors=use_safetensors)
     with pytest.raises(gs.GeminiError, match="writing model"):
         booster.save_model(model, tmp_path / "file" / "model", use_safetensors=use_safetensors)
     path = tmp_path / "folder" / "model"
