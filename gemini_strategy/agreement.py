@@ -291,7 +291,7 @@ def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -
         f"the hyperparameters of param group {number}": [*hyperparameters(group), *mode(group)]
         for number, group in enumerate(engine.optimizer.param_groups)
     }
-    fields["the limit"] = engine.clip_limit
+    fields["the limit"] = engine.coming_step.limit
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
     fields["shown"] = sum(1 << number for number in engine.core.leased())
     try:
@@ -299,13 +299,13 @@ def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -
         # The norm has the same bits on all ranks, so equal limits are equal factors, for which nobody has to wait.
         limits = {str(each.pop("the limit")) for each in everyone}
         if len(limits) > 1:
-            factors = engine.ranks.gather("clip factors", engine.clip_factor)
+            factors = engine.ranks.gather("clip factors", engine.coming_step.factor)
             for each, factor in zip(everyone, factors, strict=True):
                 each["the clip factor"] = [factor]
         shown = functools.reduce(operator.or_, [each.pop("shown") for each in everyone])
         check_same(everyone)
     except GeminiError as error:
-        closed = engine.step_in_backward.give_up(str(error))
+        closed = engine.coming_step.give_up(str(error))
         if closed is None:
             raise
         engine.ranks.abort(closed)

@@ -77,7 +77,7 @@ def _is_master(slot: Slot, is_fp32: bool) -> bool:
 def _close(engine: Runtime, is_fp32: bool, with_states: bool, is_told: bool) -> None:
     cause = engine.core.salvage()
     if cause is None:
-        engine.step_in_backward.give_up("no optimizer.step() followed")
+        engine.coming_step.give_up("no optimizer.step() followed")
         cause = engine.core.salvage()
     cause = _meet(engine, cause)
     total = _bytes_to_read(engine, is_fp32, with_states)

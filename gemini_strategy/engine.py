@@ -101,7 +101,7 @@ class Engine(Uncopied, _C.Handle):
 
         Raises:
             GeminiError: weights are needed again in the backward that has updated them; the engine is closed then.
-                Or the gradients of the last such step are still there, or it has not come; see step_in_backward.py.
+                Or the gradients of the last such step are still there, or it has not come; see step.py.
         """
         return self._runtime.ends_step()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from gemini_strategy.report.progress import progress
 from gemini_strategy.report.reporting import STATS, Reporting
 from gemini_strategy.roots import title
 from gemini_strategy.settings import Settings
-from gemini_strategy.step_in_backward import StepInBackward
+from gemini_strategy.step import Clip, Step
 from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Loading
 from gemini_strategy.weights.transformers import adapter_parameters
@@ -67,16 +67,15 @@ class Runtime(Uncopied, Reporting):
         engine: the Engine on it, which a person holds.
         core: the C engine.
         slots, units: of the model; net: what catches the tensors that autograd saves.
-        step_in_backward: what `backward(step=True)` has announced.
+        coming_step: what has been decided of it.
         written: what this rank has written since the ranks compared it.
         memory: the device memory that is not in chunks.
         chunk_bytes: of weights, in a chunk at most, but for larger parameters.
-        clip_limit: the largest norm that the coming step allows, None without a clip.
         assigned: slots with fields of which a program has the tensor that it assigned (parameters/given.py).
         takes_thawed: whoever made this engine makes another one before the next pass when parameters are to be trained
             for which it has no place; thawed: those parameters.
         serves_outside: whether units that are called without autocast bring their own (parameters/outside.py).
-        takes_plainly: whether the core may take gradients without asking take_grad.
+        takes_plainly: whether ordinary gradients go to the core without a call of ordinary_grad.
         The others are those of Engine, and what they are made of.
     """
 
@@ -104,18 +103,10 @@ class Runtime(Uncopied, Reporting):
         self.precision_plan = settings.precision
         self.closed = False
         self.settings = settings
-        self.clip_factor = 1.0
-        self._sumsq: tuple[list[int], tuple[float, int] | None] | None = None  # of which slots
-        # Gradients that a clip has shortened, and by which factor. The step multiplies by the way; here they are what
-        # they were, until somebody uses them after it (_shorten). Whoever reads them finds the product.
-        self._clipped: dict[Slot, float] = {}
-        # Those of the last clip, if nobody has seen what came of it (_clip_late); is_late: nor has its step been.
-        self._late: set[Slot] = set()
+        self._norm: tuple[int, list[int], tuple[float, int]] | None = None  # of which gradients
         self._in_backward = False
         self.steps = self.skipped_steps = 0
-        # The core speculates: the first gradient brings a step's numbers.
-        self._wants_numbers = False
-        self.step_in_backward = StepInBackward(self)
+        self.coming_step = Step(self)
         self.assigned: set[Slot] = set()
         # Those that have been shown: see parameters/masters.py and parameters/stand_in.py.
         self.masters: dict[Slot, torch.Tensor] = {}
@@ -286,11 +277,10 @@ class Runtime(Uncopied, Reporting):
         self.thawed.add(slot)
 
     def choose_way(self) -> None:
-        """Whether the core may take gradients without asking take_grad."""
-        is_asked = self.step_in_backward.waits or self.step_in_backward.used
-        is_asked = is_asked or self.assigned or self._clipped or self._late or self._wants_numbers
-        is_asked = is_asked or (self.first_step is not None and self.first_step.is_watched)
-        self.takes_plainly = self.scaler is None and not is_asked
+        """Whether ordinary gradients go to the core without a call of ordinary_grad: C looks at an attribute."""
+        is_watched = self.first_step is not None and self.first_step.is_watched
+        is_seen = is_watched or self.scaler is not None or self.assigned
+        self.takes_plainly = not is_seen and not self.coming_step.sees_gradients
 
     def check_assigned(self) -> None:
         """Before fields of many parameters are used: see Given.check."""
@@ -299,15 +289,15 @@ class Runtime(Uncopied, Reporting):
 
     def _announce(self) -> None:
         """The numbers that the coming step would have now: the core may begin with it (csrc/engine/speculation.c)."""
-        self._wants_numbers = False
+        self.coming_step.wants_numbers = False
         self.choose_way()
         with contextlib.suppress(GeminiError):  # the step says it
             updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
             self.core.announce(updates)
 
-    def take_grad(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Adds one gradient to what the engine holds for a parameter."""
-        if self._wants_numbers:
+    def ordinary_grad(self, slot: Slot, grad: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What the core takes for a gradient that it does not take as it comes, and its format."""
+        if self.coming_step.wants_numbers:
             self._announce()
         if self.scaler is not None and not self._in_backward:
             raise GeminiError(
@@ -318,7 +308,7 @@ class Runtime(Uncopied, Reporting):
             raise GeminiError(
                 f"{slot.name}: its gradient is {grad.layout}: build it with sparse=False"
             )
-        self.step_in_backward.check_arrival(slot)
+        self.coming_step.check_arrival(slot)
         if grad.requires_grad:
             raise GeminiError(
                 f"{slot.name}: backward(create_graph=True) makes a gradient that can be differentiated, and the engine "
@@ -329,63 +319,14 @@ class Runtime(Uncopied, Reporting):
             grad = grad.float()
         grad = order.ordered(grad, slot.strides)
         slot.given.check_arrival()
-        if slot in self.clipped:  # it is added to, and nobody has called zero_grad()
-            slot.clip_grad()
-        self._sumsq = None
-        self.net.unpin()  # the node that used the weights is done: they may be updated
-        try:
-            self.core.grad_put(slot.id, grad.data_ptr(), FORMATS[grad.dtype], self.stream())
-        except RuntimeError as error:
-            raise GeminiError(f"{slot.name}: {error}") from None
+        self.coming_step.shorten_one(slot)  # it is added to: there was no zero_grad()
         if self.first_step is not None:
             self.first_step.note_grad(slot)
+        return grad, FORMATS[grad.dtype]
 
     def grad_dtype(self, slot: Slot) -> torch.dtype:
         """The dtype in which a gradient is kept."""
         return torch.float32 if self.settings.is_grad_f32 else slot.dtype
-
-    def forget_norm(self) -> None:
-        """A gradient has changed: the norm must be computed again."""
-        self._sumsq = None
-
-    def forget_clip(self, slot: Slot) -> None:
-        """Its gradient is another, or gone: no clip has shortened it."""
-        was_clipped = slot in self._late or slot in self._clipped
-        self._late.discard(slot)
-        self._clipped.pop(slot, None)
-        if was_clipped and not self._clipped and not self._late:
-            self.choose_way()
-
-    @property
-    def clipped(self) -> dict[Slot, float]:
-        """By which factors clips have shortened gradients that are still there. May wait for the last one."""
-        self._settle_clip()
-        return self._clipped
-
-    @property
-    def clip_factor(self) -> float:
-        """What the coming step multiplies gradients by. May wait for it."""
-        self._settle_clip()
-        return self._clip_factor
-
-    @clip_factor.setter
-    def clip_factor(self, factor: float) -> None:
-        self._clip_factor, self._is_late, self.clip_limit = factor, False, None
-
-    def _settle_clip(self) -> None:
-        """Somebody wants to know what a clip came to."""
-        if not self._late and not self._is_late:
-            return
-        factor = self.core.clip_factor()
-        late, self._late = self._late, set()
-        if self._is_late:
-            self._clip_factor, self._is_late = factor, False
-        self._note_clip(late, factor)
-
-    def _note_clip(self, slots: Iterable[Slot], factor: float) -> None:
-        for slot in slots if factor != 1.0 else ():
-            self._clipped[slot] = factor
-        self.choose_way()
 
     def check_open(self) -> None:
         if self.closed:
@@ -416,12 +357,12 @@ class Runtime(Uncopied, Reporting):
         self.check_open()
         if self.optimizer is not None and self.ranks.size > 1:
             agreement.check_hyperparameters(self, "backward(step=True)", ())
-        if self.optimizer is None or self.scaler is not None or self.clip_factor != 1.0:
+        if self.optimizer is None or self.scaler is not None or self.coming_step.factor != 1.0:
             yield
             return
         self.settle()
         updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
-        with self.step_in_backward.announced(updates):
+        with self.coming_step.announced(updates):
             yield
 
     def _stepped(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
@@ -467,27 +408,20 @@ class Runtime(Uncopied, Reporting):
         self.check_open()
         self.check_assigned()
         slots = self._to_step()
-        self.step_in_backward.check_read(slots)
-        self._shorten(slots)
+        self.coming_step.check_read(slots)
+        self.coming_step.shorten(slots)
         return slots
 
     def _measure_grads(self) -> tuple[float, int]:
         """(exact sum of squares of the gradients to be stepped, non-finite elements), cached."""
         slots = self._to_measure()
         ids = sorted(slot.id for slot in slots)
-        known = self._sumsq
-        fields = {"is_known": known is not None and known[0] == ids and known[1] is not None}
+        wanted = self.core.grads_version(), ids
+        fields = {"is_known": self._norm is not None and self._norm[:2] == wanted}
         everyone = agreement.check_step(self, "gradient norm", slots, fields)
         if not all(own["is_known"] for own in everyone):
-            self._sumsq = ids, self.core.grad_sumsq(ids, self.stream())
-        return self._sumsq[1]
-
-    def _shorten(self, slots: Iterable[Slot]) -> None:
-        """Before these gradients are used: a clip whose step is over is in them, as in torch."""
-        if not self._is_late and self._clip_factor == 1.0 and self.clipped:
-            for slot in slots:
-                if slot in self.clipped:
-                    slot.clip_grad()
+            self._norm = *wanted, self.core.grad_sumsq(ids, self.stream())
+        return self._norm[2]
 
     @_torch.untraced
     def grad_norm(self) -> float:
@@ -503,7 +437,7 @@ class Runtime(Uncopied, Reporting):
         max_norm = bound_of_clip("max_norm", max_norm)
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type!r}: clipping by the 2-norm is supported")
-        self._check_unclipped("clip_grad_norm_()")
+        self.coming_step.check_unclipped("clip_grad_norm_()")
         if self.scaler is None and not error_if_nonfinite:
             return self._clip_late(max_norm)
         norm = self.grad_norm()
@@ -513,9 +447,9 @@ class Runtime(Uncopied, Reporting):
                 "clipped; set error_if_nonfinite=False to go on"
             )
         if self.scaler is None or math.isfinite(norm):
-            self.clip_factor, self.clip_limit = clip_coefficient(norm, max_norm), max_norm
-        if self.clip_factor != 1.0:
-            self._note_clip(self._to_step(), self.clip_factor)
+            factor = clip_coefficient(norm, max_norm)
+            clip = Clip(max_norm, self.core.grads_version(), factor)
+            self.coming_step.clipped(self._to_step(), clip)
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def _clip_late(self, max_norm: float) -> torch.Tensor:
@@ -524,44 +458,30 @@ class Runtime(Uncopied, Reporting):
         All ranks do the same here, whatever each of them has to wait for.
         """
         slots = self._to_measure()
+        self.coming_step.settle()
         norm = torch.empty((), dtype=torch.float32, device=self.device)
         ids = sorted(slot.id for slot in slots)
         with self.ranks.explaining():
             has_waited = self.core.clip(ids, max_norm, norm.data_ptr(), self.stream())
-        self._sumsq = ids, None
-        self.clip_limit = max_norm
-        self._late, self._is_late = set(slots), True
+        self.coming_step.clipped(slots, Clip(max_norm, self.core.grads_version()))
         # A plan is made from what it came to; without gradients no step will ask.
         if has_waited or not slots:
-            self._settle_clip()
-        self.choose_way()
+            self.coming_step.settle()
         return norm
 
     @_torch.untraced
     def clip_grad_value_(self, value: float) -> None:
         """See Engine.clip_grad_value_."""
         value = bound_of_clip("value", value)
-        self._check_unclipped("clip_grad_value_()")
+        self.coming_step.check_unclipped("clip_grad_value_()")
         self.check_open()
         self.check_assigned()
         bound = value * (self.scaler.scale if self.scaler is not None else 1.0)
         slots = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
-        self.step_in_backward.check_read(slots)
-        self._shorten(slots)
+        self.coming_step.check_read(slots)
+        self.coming_step.shorten(slots)
         for slot in slots:
             slot.clamp_grad(bound)
-
-    def _check_unclipped(self, what: str) -> None:
-        """The factor of a clip is for the gradients that it has seen, and no step has used it yet."""
-        if self.clip_factor != 1.0:
-            given = [s for s in self.slots if s.has_grad_home and self.core.has_grad(s.id)]
-            named = next((s for s in given if s not in self.clipped), next(iter(given), None))
-            one = f", that of {named.name} among them" if named else ""
-            raise GeminiError(
-                f"{what} after clip_grad_norm_(), whose factor {self.clip_factor:.6g} the next step will apply to all "
-                f"gradients{one}: clip once in a step, after its last backward and after all other changes of "
-                "gradients, and directly before optimizer.step(). zero_grad() drops gradients and factor"
-            )
 
     @_torch.untraced
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -574,17 +494,16 @@ class Runtime(Uncopied, Reporting):
             self.check_open()
         self.recover()
         self.check_assigned()
-        if self._sumsq is None:
-            self._check_unclipped("optimizer step: gradients have come or were changed")
+        self.coming_step.check_unchanged()
         work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
-        self._shorten(slot for slot, _ in work)
+        self.coming_step.shorten(slot for slot, _ in work)
         shown: list[Slot] = []
         if self.ranks.size > 1:
             present = [slot for slot, _ in work]
             shown = agreement.check_hyperparameters(self, "optimizer step", present)
         if not work:
             self._check_unknown()
-            closed = self.step_in_backward.give_up("optimizer.step() found no gradient to step")
+            closed = self.coming_step.give_up("optimizer.step() found no gradient to step")
             if closed is not None:
                 raise GeminiError(closed)
             return loss
@@ -595,13 +514,13 @@ class Runtime(Uncopied, Reporting):
             if nonfinite:
                 self.scaler.update(True)
                 self.skipped_steps += 1
-                self.clip_factor = 1.0
+                self.coming_step.drop_clip()
                 self.note_step(self.core.stats())
                 return loss
         self.settle()
-        is_late = self._is_late  # the core has the factor, and these have not
+        is_late = self.coming_step.is_late
         updates = [self._update(slot, group, divisor) for slot, group in work]
-        self.step_in_backward.check_step(updates)
+        self.coming_step.check_announced(updates)
         self._refresh_memory()
         taken: list[None] = []
         try:
@@ -620,7 +539,6 @@ class Runtime(Uncopied, Reporting):
 
     def _note_taken(self, work: list[tuple[Slot, dict[str, Any]]]) -> None:
         """The core has taken a step."""
-        self.step_in_backward.done(slot for slot, _ in work)
         for slot, group in work:
             if slot.count_update():
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
@@ -628,9 +546,7 @@ class Runtime(Uncopied, Reporting):
             slot.note_change(is_same=float(group["lr"]) == 0.0)
         if self.scaler is not None:
             self.scaler.update(False)
-        self.clip_factor = 1.0
-        self._wants_numbers = self.scaler is None and self.core.wants_numbers()
-        self.choose_way()
+        self.coming_step.taken(self.scaler is None and self.core.wants_numbers())
         self.steps, self.half_done = self.steps + 1, None
         self.ranks.when = f" after step {self.steps}"
 
@@ -657,7 +573,8 @@ class Runtime(Uncopied, Reporting):
     def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
         numbers = (*hyperparameters(group), slot.adam_step + 1, *mode(group))
-        return (slot.id, *numbers, divisor, 1.0 if self._is_late else self._clip_factor)
+        factor = 1.0 if self.coming_step.is_late else self.coming_step.factor
+        return (slot.id, *numbers, divisor, factor)
 
     @_torch.untraced
     def clear_grads(self, slots: list[Slot], set_to_none: bool) -> None:
@@ -666,11 +583,10 @@ class Runtime(Uncopied, Reporting):
         own = [s for s in slots if not s.has_grad_home and s.grad is not None]  # frozen
         slots = [s for s in slots if s.has_grad_home and self.core.has_grad(s.id)]
         for slot in slots:
-            self.step_in_backward.check_change(slot)
+            self.coming_step.check_change(slot)
         for slot in own:
             slot.set_grad(None if set_to_none else torch.zeros_like(slot.grad))
-        self.clip_factor = 1.0
-        self._sumsq = None
+        self.coming_step.drop_clip()
         for slot in slots:
             if set_to_none:
                 slot.drop_grad()

@@ -24,14 +24,13 @@ static int is_in_order(PyObject *grad, const gm_py_slot *slot)
     return result;
 }
 
-/* Whether the gradient can go to the core as it is: 1 or 0; -1 with an exception set. */
+/* Whether the gradient can go to the core as it is, and nothing else has to see it: 1 or 0; -1 with an exception set. */
 static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
 {
-    if ((PyObject *)Py_TYPE(grad) != gm_torch.tensor_class || !slot->net ||
-        !PyObject_TypeCheck(slot->net, gm_py_net_type)) {
+    if ((PyObject *)Py_TYPE(grad) != gm_torch.tensor_class) {
         return 0;
     }
-    /* With a graph of its own, or without bytes: engine.take_grad knows. */
+    /* With a graph of its own, or without bytes: engine.ordinary_grad knows. */
     uintptr_t address;
     int has_graph = gm_py_is_true(PyObject_GetAttr(grad, gm_torch.s_requires_grad));
     if (has_graph == 0 && gm_py_data_ptr(grad, &address) < 0) {
@@ -57,13 +56,12 @@ static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
     return result > 0 ? is_in_order(grad, slot) : result;
 }
 
-static int put_grad(PyObject *grad, gm_py_slot *slot)
+/* To the core: an ordinary gradient, in one of its formats. */
+static int put(PyObject *grad, long long format, gm_py_slot *slot)
 {
-    int ordinary = is_ordinary(grad, slot);
-    if (ordinary <= 0) {
-        return ordinary < 0
-                   ? -1
-                   : gm_py_done(PyObject_CallMethod(slot->engine, "take_grad", "OO", slot, grad));
+    if (!slot->net || !PyObject_TypeCheck(slot->net, gm_py_net_type)) {
+        PyErr_SetString(PyExc_RuntimeError, "a gradient for an engine that is closed");
+        return -1;
     }
     gm_py_net *net = (gm_py_net *)slot->net;
     gm_engine *engine = gm_py_net_engine(net);
@@ -71,15 +69,29 @@ static int put_grad(PyObject *grad, gm_py_slot *slot)
     gm_stream stream;
     /* The node that used the weights is done: an update inside backward may change them now. */
     if (!engine || gm_py_net_unpin(net) < 0 || gm_py_data_ptr(grad, &address) < 0 ||
-        gm_py_net_stream(net, &stream) < 0 ||
-        PyObject_SetAttrString(slot->engine, "_sumsq", Py_None) < 0) {
+        gm_py_net_stream(net, &stream) < 0) {
         return -1;
     }
     gm_status status;
     GM_WITHOUT_GIL(engine,
                    status = gm_engine_grad_put(engine, (uint32_t)slot->id, (const void *)address,
-                                               (gm_dtype)slot->format, stream));
+                                               (gm_dtype)format, stream));
     return gm_py_raised(status);
+}
+
+static int put_grad(PyObject *grad, gm_py_slot *slot)
+{
+    int ordinary = is_ordinary(grad, slot);
+    if (ordinary != 0) {
+        return ordinary < 0 ? -1 : put(grad, slot->format, slot);
+    }
+    PyObject *made = PyObject_CallMethod(slot->engine, "ordinary_grad", "OO", slot, grad);
+    PyObject *tensor;
+    long long format;
+    int result =
+        made && PyArg_ParseTuple(made, "OL", &tensor, &format) ? put(tensor, format, slot) : -1;
+    Py_XDECREF(made);
+    return result;
 }
 
 /* The accumulation hook of every parameter whose gradient the engine takes. */

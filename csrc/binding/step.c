@@ -46,6 +46,34 @@ static PyObject *core_clip(core *self, PyObject *args)
     return status == GM_OK ? PyBool_FromLong(has_waited) : gm_py_raise(status);
 }
 
+/* (params) */
+static PyObject *ask_grads(core *self, PyObject *sequence, bool keeps)
+{
+    size_t n;
+    gm_engine *engine = gm_py_engine_of(self);
+    uint32_t *ids = engine ? gm_py_ids(sequence, &n) : NULL;
+    GM_PY_TRY(ids);
+    gm_status status;
+    bool was_used = false;
+    GM_WITHOUT_GIL(engine, status = keeps
+                                        ? gm_engine_keep_grads(engine, ids, (uint32_t)n, &was_used)
+                                        : gm_engine_check_grads(engine, ids, (uint32_t)n));
+    free(ids);
+    return status == GM_OK ? PyBool_FromLong(was_used) : gm_py_raise(status);
+}
+
+static PyObject *core_check_grads(core *self, PyObject *sequence)
+{
+    return ask_grads(self, sequence, false);
+}
+
+static PyObject *core_keep_grads(core *self, PyObject *sequence)
+{
+    return ask_grads(self, sequence, true);
+}
+
+GM_PY_CALL(grads_version, 0, uint64_t, PyLong_FromUnsignedLongLong, gm_engine_grads_version(engine))
+
 static PyObject *factor_of(gm_clip clip)
 {
     return PyFloat_FromDouble(clip.factor);
@@ -72,14 +100,13 @@ static int parse_update(PyObject *item, void *out)
     return 1;
 }
 
-/* Of a call with updates and, where `format` says so, a stream.  NULL with an exception set. */
-static gm_update *parse_updates(PyObject *args, const char *format, uint32_t *out_n,
-                                unsigned long long *out_stream)
+/* Of a call with updates and, where `format` says so, one thing more.  NULL with an exception set. */
+static gm_update *parse_updates(PyObject *args, const char *format, uint32_t *out_n, void *out)
 {
     PyObject *sequence;
     size_t n = 0;
     gm_update *updates = NULL;
-    if (PyArg_ParseTuple(args, format, &sequence, out_stream)) {
+    if (PyArg_ParseTuple(args, format, &sequence, out)) {
         updates = gm_py_array(sequence, sizeof *updates, parse_update, &n);
     }
     *out_n = (uint32_t)n;
@@ -116,11 +143,12 @@ static PyObject *core_arm(core *self, PyObject *args)
 {
     uint32_t n;
     bool is_armed = false;
+    int may_run = 0;
     gm_engine *engine = gm_py_engine_of(self);
-    gm_update *updates = engine ? parse_updates(args, "O", &n, NULL) : NULL;
+    gm_update *updates = engine ? parse_updates(args, "Op", &n, &may_run) : NULL;
     GM_PY_TRY(updates);
     gm_status status;
-    GM_WITHOUT_GIL(engine, status = gm_engine_arm(engine, updates, n, &is_armed));
+    GM_WITHOUT_GIL(engine, status = gm_engine_arm(engine, updates, n, may_run, &is_armed));
     free(updates);
     return status == GM_OK ? PyBool_FromLong(is_armed) : gm_py_raise(status);
 }
@@ -199,6 +227,9 @@ PyObject *gm_py_chunk_search(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef gm_py_step_methods[] = {
     GM_CORE_METHOD(grad_sumsq, VARARGS,
                    "(params, stream) -> (sum of squares as a float, non-finite elements)"),
+    GM_CORE_METHOD(check_grads, O, "(params)"),
+    GM_CORE_METHOD(keep_grads, O, "(params) -> whether there were some that are used up"),
+    GM_CORE_METHOD(grads_version, FASTCALL, "() -> int"),
     GM_CORE_METHOD(sum, FASTCALL, "(param, address, elements, dtype, stream)"),
     GM_CORE_METHOD(
         clip, VARARGS,
@@ -206,7 +237,7 @@ PyMethodDef gm_py_step_methods[] = {
     GM_CORE_METHOD(clip_factor, FASTCALL, "() -> float"),
     GM_CORE_METHOD(step, VARARGS, "(updates, stream)"),
     GM_CORE_METHOD(step_clipped, VARARGS, "(updates, stream)"),
-    GM_CORE_METHOD(arm, VARARGS, "(updates) -> bool"),
+    GM_CORE_METHOD(arm, VARARGS, "(updates, may_run) -> bool"),
     GM_CORE_METHOD(wants_numbers, FASTCALL, "() -> bool"),
     GM_CORE_METHOD(announce, VARARGS, "(updates)"),
     GM_CORE_METHOD(disarm, VARARGS, "(cause)"),

@@ -18,16 +18,6 @@ static gm_status check_field(const gm_engine *engine, uint32_t id, gm_field fiel
     return GM_OK;
 }
 
-static gm_status check_grad(const gm_engine *engine, uint32_t id, gm_field field)
-{
-    return field == GM_FIELD_GRAD && engine->params[id].grad == GM_GRAD_USED_UP
-               ? GM_FAIL(GM_ERR_STATE,
-                         "the gradient of %s was used up by the update inside backward(step=True); "
-                         "read it after a backward without step=True",
-                         gm_engine_name(engine, id))
-               : GM_OK;
-}
-
 /* Of elements [first, first + n) those that this rank has; begin counts in its part. */
 typedef struct span {
     uint64_t begin, n, skip; /* skip: of what was asked for, before them */
@@ -58,7 +48,7 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_
     span part = {0};
     GM_TRY(span_of(engine, id, first, n, &part));
     GM_TRY(gm_call_begin(engine));
-    gm_status status = check_grad(engine, id, field);
+    gm_status status = field == GM_FIELD_GRAD ? gm_gradient_check_unused(engine, id) : GM_OK;
     status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
     if (status == GM_OK && field != GM_FIELD_GRAD) {
         status = gm_watch_poll(engine);

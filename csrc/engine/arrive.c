@@ -52,7 +52,9 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
     if (!engine->pass.is_following) {
         GM_TRY(gm_update_issue(engine, chunk));
     }
-    gm_gradient_use_up(engine, chunk);
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        gm_gradient_use_up(engine, &engine->params[engine->chunk_params[state->first_param + i]]);
+    }
     if (!gm_is_pending(engine, chunk)) {
         GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_GRAD));
     }
@@ -63,10 +65,7 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
 static gm_status take_grad(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                            gm_stream stream)
 {
-    GM_FAIL_IF(p->grad == GM_GRAD_USED_UP, GM_ERR_STATE,
-               "a gradient arrived for %s, whose last one was used up by the update inside "
-               "backward(step=True); call optimizer.zero_grad() before the next backward",
-               gm_engine_name(engine, (uint32_t)(p - engine->params)));
+    GM_TRY(gm_gradient_check_unused(engine, (uint32_t)(p - engine->params)));
     GM_TRY(gm_update_check_reuse(engine, p->place.chunk));
     GM_TRY(gm_update_issue(engine, p->place.chunk)); /* it still reads the last gradient */
     GM_TRY(gm_gradient_take(engine, p, grad, dtype, stream));
@@ -159,11 +158,31 @@ static gm_status sum_on_device(gm_engine *engine, gm_param *p, gm_stream stream)
 static gm_status check_not_used_up(const gm_engine *engine, const uint32_t *params, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
-        GM_FAIL_IF(engine->params[params[i]].grad == GM_GRAD_USED_UP, GM_ERR_STATE,
-                   "gradients were used up by the update inside backward(step=True); a norm needs "
-                   "backward(loss) without it");
+        GM_TRY(gm_gradient_check_unused(engine, params[i]));
     }
     return GM_OK;
+}
+
+gm_status gm_engine_check_grads(gm_engine *engine, const uint32_t *params, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(gm_engine_check_param(engine, params[i]));
+    }
+    GM_TRY(gm_call_begin(engine));
+    return gm_call_end(engine, check_not_used_up(engine, params, n));
+}
+
+gm_status gm_engine_keep_grads(gm_engine *engine, const uint32_t *params, uint32_t n, bool *out)
+{
+    *out = false;
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(gm_engine_check_param(engine, params[i]));
+    }
+    GM_TRY(gm_call_begin(engine));
+    for (uint32_t i = 0; i < n; i++) {
+        *out |= gm_gradient_keep(engine, &engine->params[params[i]]);
+    }
+    return gm_call_end(engine, GM_OK);
 }
 
 /* All sums there count, so those of what is not asked for are made 0. */

@@ -116,6 +116,12 @@ uint32_t gm_engine_n_touched(const gm_engine *engine);
 gm_status gm_engine_grad_put(gm_engine *engine, uint32_t param, const void *grad, gm_dtype dtype,
                              gm_stream stream);
 bool gm_engine_has_grad(const gm_engine *engine, uint32_t param);
+/* Changes with each gradient that comes or is written; takes no lock. */
+uint64_t gm_engine_grads_version(const gm_engine *engine);
+/* An error by name where one of these is used up.  keep: those of a step that ran no update inside its backward are none
+ * from now on; *out: there were some. */
+gm_status gm_engine_check_grads(gm_engine *engine, const uint32_t *params, uint32_t n);
+gm_status gm_engine_keep_grads(gm_engine *engine, const uint32_t *params, uint32_t n, bool *out);
 /* Forgets the gradient of one parameter. */
 gm_status gm_engine_grad_drop(gm_engine *engine, uint32_t param);
 /* The sum over all ranks of a gradient that torch keeps, in place: a collective; the host waits for it, in the order of
@@ -143,11 +149,13 @@ gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n
  * factors of the updates, which are 1. */
 gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, uint32_t n,
                                  gm_stream stream);
-/* The backward that comes now ends the step, with these numbers: chunks may be updated inside it, as soon as their
- * gradients are complete.  *out is false, and nothing has changed, when that is not possible now.  Then
- * gm_engine_step with the same updates; or, when no step comes, gm_engine_disarm: it closes the engine if weights have
+/* The backward that comes now ends the step, with these numbers: where may_run says so, chunks may be updated inside it,
+ * as soon as their gradients are complete; *out is false when that is not possible now.  It is refused while gradients of
+ * the last such step are there: that step has used them up, wherever its updates ran.  Then gm_engine_step with the same
+ * updates; or, when no step comes, gm_engine_disarm: it closes the engine if weights have
  * been updated already, else nothing has changed.  cause: why no step comes, which later errors say. */
-gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out);
+gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool may_run,
+                        bool *out);
 gm_status gm_engine_disarm(gm_engine *engine, const char *cause);
 /* Where a step may run before it is known (speculation.c): its numbers are wanted, by the first gradient.  announce: these
  * are they, if nothing comes in between; a step with others is as right. */

@@ -20,7 +20,7 @@ typedef enum gm_grad_state {
     GM_GRAD_ARRIVED, /* GM_UNREDUCED holds it: it waits for its sum over ranks */
     GM_GRAD_GROWING, /* GM_GRAD holds what was summed before, GM_UNREDUCED what is added to it */
     GM_GRAD_REDUCED, /* GM_GRAD holds it */
-    GM_GRAD_USED_UP, /* an update inside a backward has taken it; its bytes are gone */
+    GM_GRAD_USED_UP, /* an update inside a backward, or the step that it announced, has taken it */
     GM_N_GRAD_STATES
 } gm_grad_state;
 
@@ -231,6 +231,7 @@ typedef struct gm_weights {
 } gm_weights;
 
 typedef struct gm_gradients {
+    atomic_ullong version; /* counts what comes and what is written */
     uint64_t n_reduces, reduced_bytes;
     size_t unreduced_bytes, unreduced_limit; /* of blocks: now, and at most */
     uint64_t n_unreduced;                /* chunks so far that gradients have begun to wait in */
@@ -753,7 +754,10 @@ gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_
                            gm_stream stream);
 gm_status gm_gradient_drop(gm_engine *engine, gm_param *p);
 void gm_gradient_note_written(gm_engine *engine, gm_param *p); /* from outside, after a drop */
-void gm_gradient_use_up(gm_engine *engine, uint32_t chunk);    /* all of the chunk's */
+void gm_gradient_use_up(gm_engine *engine, gm_param *p);
+bool gm_gradient_keep(gm_engine *engine,
+                      gm_param *p); /* whether it was used up: its bytes are there */
+gm_status gm_gradient_check_unused(const gm_engine *engine, uint32_t param);
 /* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
 gm_status gm_gradient_reduce(gm_engine *engine, uint32_t chunk);
 gm_status gm_gradient_reduce_all(gm_engine *engine);

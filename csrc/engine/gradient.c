@@ -4,14 +4,15 @@
  * own gradient on that stream, and never crosses to another.  The same kernel leaves the exact sum of squares of
  * what it wrote, once somebody has asked for the norm.
  *
- *            arrives               sum over ranks              update inside the backward
+ *            arrives               sum over ranks              update inside the backward, or the step that this announced
  *     NONE -----------> ARRIVED ---------------------> REDUCED ---------------------------> USED_UP
  *                                                       |   ^
  *                                    another arrives    v   |    sum over ranks
  *                                                      GROWING
  *
  * One rank has no sum: what arrives is REDUCED at once, as is what is written from outside.  A drop leads from each
- * state to NONE, and it alone from USED_UP.
+ * state to NONE, and it alone from USED_UP; but where no update ran inside the backward the bytes are still there, and
+ * gm_engine_keep_grads leads back to REDUCED.
  *
  * Invariants, with several ranks
  *   1. Every sum is issued on comm_stream, in an order that is the same on all ranks (invariants 1 and 2 of weights.c).
@@ -35,7 +36,7 @@ static const bool may_move[GM_N_GRAD_STATES][GM_N_GRAD_STATES] = {
                          [GM_GRAD_GROWING] = true,
                          [GM_GRAD_REDUCED] = true,
                          [GM_GRAD_USED_UP] = true},
-    [GM_GRAD_USED_UP] = {[GM_GRAD_NONE] = true},
+    [GM_GRAD_USED_UP] = {[GM_GRAD_NONE] = true, [GM_GRAD_REDUCED] = true, [GM_GRAD_USED_UP] = true},
 };
 
 static void move(gm_engine *engine, gm_param *p, gm_grad_state to)
@@ -306,6 +307,7 @@ static gm_status take_before_sum(gm_engine *engine, gm_param *p, const void *gra
 gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_dtype dtype,
                            gm_stream stream)
 {
+    atomic_fetch_add(&engine->gradient.version, 1);
     if (gm_has_ranks(engine)) {
         return take_before_sum(engine, p, grad, dtype, stream);
     }
@@ -329,16 +331,35 @@ gm_status gm_gradient_drop(gm_engine *engine, gm_param *p)
 
 void gm_gradient_note_written(gm_engine *engine, gm_param *p)
 {
+    atomic_fetch_add(&engine->gradient.version, 1);
     move(engine, p, GM_GRAD_REDUCED);
 }
 
-void gm_gradient_use_up(gm_engine *engine, uint32_t chunk)
+void gm_gradient_use_up(gm_engine *engine, gm_param *p)
 {
-    const gm_chunk_state *state = &engine->chunk_states[chunk];
-    for (uint32_t i = 0; i < state->n_params; i++) {
-        move(engine, &engine->params[engine->chunk_params[state->first_param + i]],
-             GM_GRAD_USED_UP);
-    }
+    move(engine, p, GM_GRAD_USED_UP);
+}
+
+bool gm_gradient_keep(gm_engine *engine, gm_param *p)
+{
+    bool was_used_up = p->grad == GM_GRAD_USED_UP;
+    move(engine, p, was_used_up ? GM_GRAD_REDUCED : p->grad);
+    return was_used_up;
+}
+
+gm_status gm_gradient_check_unused(const gm_engine *engine, uint32_t param)
+{
+    GM_FAIL_IF(engine->params[param].grad == GM_GRAD_USED_UP, GM_ERR_STATE,
+               "the gradient of %s was used up by the update inside backward(step=True): call "
+               "optimizer.step(), then zero_grad() before the next backward; to read, clip or keep "
+               "gradients call backward without step=True",
+               gm_engine_name(engine, param));
+    return GM_OK;
+}
+
+uint64_t gm_engine_grads_version(const gm_engine *engine)
+{
+    return atomic_load(&engine->gradient.version);
 }
 
 gm_status gm_gradient_reduce_all(gm_engine *engine)

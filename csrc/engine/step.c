@@ -87,16 +87,21 @@ static gm_status sort_updates(const gm_update *updates, uint32_t n, gm_update **
     return GM_OK;
 }
 
-/* Gradients that an immediate update has used up cannot be stepped a second time. */
+/* Gradients that are used up cannot be stepped a second time. */
 static gm_status check_not_used_up(const gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     for (uint32_t i = 0; !engine->update.is_armed && i < n; i++) {
-        GM_FAIL_IF(engine->params[updates[i].param].grad == GM_GRAD_USED_UP, GM_ERR_STATE,
-                   "the gradient of %s was used up by the update inside "
-                   "backward(step=True): call zero_grad() and backward before this step",
-                   gm_engine_name(engine, updates[i].param));
+        GM_TRY(gm_gradient_check_unused(engine, updates[i].param));
     }
     return GM_OK;
+}
+
+/* What is refused does not depend on where updates ran: an announced step uses up all that it steps. */
+static void use_up(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    for (uint32_t i = 0; engine->step.is_announced && i < n; i++) {
+        gm_gradient_use_up(engine, &engine->params[updates[i].param]);
+    }
 }
 
 /* What comes of a clip that nobody has seen is for the step that it was made for. */
@@ -129,6 +134,7 @@ static gm_status step(gm_engine *engine, const gm_update *updates, uint32_t n, b
             }
         }
         if (status == GM_OK) {
+            use_up(engine, sorted, n);
             gm_pass_end(engine);
             gm_gradient_note_step(engine);
             gm_speculation_note_step(engine, sorted, n);
@@ -158,7 +164,8 @@ gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, ui
     return step(engine, updates, n, true, stream);
 }
 
-gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool *out)
+gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n, bool may_run,
+                        bool *out)
 {
     gm_update *sorted;
     *out = false;
@@ -166,11 +173,14 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
     GM_TRY(sort_updates(updates, n, &sorted));
     gm_status status = gm_call_begin(engine);
     if (status == GM_OK) {
-        engine->step.is_announced = true;
-        engine->step.is_late = false;
+        for (uint32_t id = 0; status == GM_OK && id < engine->n_params; id++) {
+            status = gm_gradient_check_unused(engine, id);
+        }
         /* An update does not touch what tensors show. */
         bool is_apart = engine->shown == GM_GATHERED;
-        status = is_apart ? gm_watch_poll(engine) : GM_OK;
+        status = status == GM_OK && is_apart ? gm_watch_poll(engine) : status;
+        engine->step.is_announced = status == GM_OK;
+        engine->step.is_late = false;
         bool has_watched = !is_apart && gm_watch_is_any(engine);
         /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
         /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
@@ -178,7 +188,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
             engine->ranks.stream ? engine->weights.collectives : engine->room.plan;
         *out = plan && engine->step.n > 0 && !engine->arrive.has_repeats && !has_watched &&
                !engine->update.is_armed;
-        *out = *out && status == GM_OK;
+        *out = *out && may_run && status == GM_OK;
         if (*out) {
             status = gm_update_issue_all(engine);
             status = status == GM_OK ? gm_clip_note_issued(engine) : status;
@@ -198,6 +208,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
 gm_status gm_engine_disarm(gm_engine *engine, const char *cause)
 {
     GM_TRY(gm_call_begin(engine));
+    engine->step.is_announced = false;
     bool has_updated = false;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
         has_updated |= gm_update_is_done(engine, chunk);

@@ -175,7 +175,7 @@ def _begin(runtime: Runtime, wanted: Wanted) -> Model:
             "engine.save(frozen=False): no parameter is trained, and nothing would be saved: leave frozen=False out"
         )
     runtime.end_saving()
-    runtime.step_in_backward.check_save()
+    runtime.coming_step.check_save()
     for number, group in enumerate(runtime.optimizer.param_groups if runtime.optimizer else ()):
         check_options(number, group)
     runtime.recover()

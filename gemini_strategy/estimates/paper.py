@@ -169,7 +169,7 @@ def _play(
     for number in range(micro_batches):
         core.replay(list(_events(forward, machine, outside)))
         if when == "immediate" and number == micro_batches - 1:
-            core.arm(_updates(recorded))
+            core.arm(_updates(recorded), True)
         core.replay(list(_events(backward, machine, outside)))
     if when == "speculated":
         core.grad_sumsq(sorted(recorded.parameters), 0)

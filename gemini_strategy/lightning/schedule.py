@@ -76,7 +76,7 @@ class StepSchedule(EngineStrategy):
             return "optimization is manual"
         if engine.scaler is not None:
             return "the loss is scaled"
-        if engine._runtime.step_in_backward.was_served:
+        if engine._runtime.coming_step.was_served:
             return "a gradient was read after its step"
         if trainer.gradient_clip_val:
             return f"gradient_clip_val is {trainer.gradient_clip_val}"

@@ -260,7 +260,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
             return None
         _configurations[engine] = self._configuration()
         engine._runtime.takes_thawed = optimizer is not None
-        engine._runtime.step_in_backward.is_served = True  # StepSchedule looks whether it was
+        engine._runtime.coming_step.is_served = True  # StepSchedule looks whether it was
         return engine
 
     def _only_optimizer(self) -> Optimizer:

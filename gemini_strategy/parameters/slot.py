@@ -314,11 +314,13 @@ class Slot(_C.Slot):
 
     def drop_grad(self) -> None:
         """`p.grad = None`."""
-        self.engine.step_in_backward.check_change(self)
+        self.engine.coming_step.check_change(self)
         why = "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it"
         self.given.leave("grad", why)
         self.engine.written.forget_grad(self)
-        self.engine.forget_clip(self)  # before it: the next gradient would be clipped as this one
+        self.engine.coming_step.forget_clip(
+            self
+        )  # before it: the next gradient would be clipped as this one
         self.engine.core.grad_drop(self.id)
 
     def check_assigned(self) -> None:
@@ -505,10 +507,11 @@ class Slot(_C.Slot):
 
     def read_grad(self) -> torch.Tensor:
         """A copy on the engine's device, in the weight's dtype."""
-        self.engine.step_in_backward.check_read((self,))
+        self.engine.coming_step.check_read((self,))
         values = self._read(_GRAD, self.engine.grad_dtype(self))
-        if self in self.engine.clipped:
-            values.mul_(self.engine.clipped[self])
+        factor = self.engine.coming_step.factor_of(self)
+        if factor != 1.0:
+            values.mul_(factor)
         return values.to(self.device, self.dtype)
 
     def clamp_grad(self, bound: float) -> None:
@@ -516,9 +519,9 @@ class Slot(_C.Slot):
         values = self._own_grad().to(self.device, self.dtype).clamp_(-bound, bound)
         self._put_grad(self._ordered(values, self.engine.grad_dtype(self)))
 
-    def clip_grad(self) -> None:
-        """It becomes what the last clip by norm has made of it; each rank its part."""
-        self._put_grad(self._own_grad().mul_(self.engine.clipped[self]))
+    def clip_grad(self, factor: float) -> None:
+        """It becomes what a clip by norm has made of it; each rank its part."""
+        self._put_grad(self._own_grad().mul_(factor))
 
     def _own_grad(self) -> torch.Tensor:
         """This rank's part, on the host, as it is kept; zeros elsewhere."""
@@ -536,10 +539,9 @@ class Slot(_C.Slot):
         self._put_grad(self.empty(self.engine.grad_dtype(self)).zero_())
 
     def _put_grad(self, plain: torch.Tensor) -> None:
-        self.engine.step_in_backward.check_change(self)
+        self.engine.coming_step.check_change(self)
         self.engine.core.write(self.id, _GRAD, plain.data_ptr(), self.engine.stream())
-        self.engine.forget_norm()
-        self.engine.forget_clip(self)
+        self.engine.coming_step.forget_clip(self)
 
     def read_moments(self, root: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """CPU copies of (exp_avg, exp_avg_sq), fp32, in the parameter's shape."""

@@ -20,7 +20,7 @@ LAYERS = [
     ["inherited", "sizes", "choices", "roots", "weakly"],
     ["arguments"],
     ["precision"],
-    ["memory", "report", "ranks", "parameters", "step_in_backward"],
+    ["memory", "report", "ranks", "parameters", "step"],
     ["machine", "optim", "weights"],
     ["tools"],
     ["settings", "state", "close", "checkpoint"],

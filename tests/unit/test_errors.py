@@ -724,7 +724,7 @@ def test_an_interrupt_in_zero_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         drive(run, CASE, 2)
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            _interrupt_once(patch, run.engine._runtime, "forget_clip")
+            _interrupt_once(patch, run.engine._runtime.coming_step, "forget_clip")
             drive(run, CASE, 1, first=2)
         run.zero_grad()
         drive(run, CASE, 2, first=3)

@@ -794,6 +794,36 @@ def test_an_error_in_backward_announces_nothing() -> None:
     _finish(run, want)
 
 
+def test_a_clipped_gradient_that_the_announced_backward_does_not_reach_is_stepped_as_in_torch() -> (
+    None
+):
+    """The step before has clipped it, and there was no zero_grad(): it is the product that is stepped."""
+    losses: list[list[Tensor]] = []
+    for is_managed in (False, True):
+        torch.manual_seed(3)
+        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        optimizer = gs.HybridAdam(model.parameters(), lr=1e-2)
+        engine = gs.manage(model, optimizer, device="cpu") if is_managed else None
+        for step in range(3):
+            reached = model if step == 0 else model[:1]
+            loss = sum((each(torch.ones(2, 8)).square().sum() for each in reached), torch.zeros(()))
+            if step == 0:
+                loss.backward()
+                optimizer.clip_grad_norm_(1e-3)
+            elif engine is not None:
+                engine.backward(loss, step=True)
+            else:
+                loss.backward()
+            optimizer.step()
+            for parameter in (*model[0].parameters(), *(model[1].parameters() if step else ())):
+                parameter.grad = None
+        if engine is not None:
+            engine.close()
+        losses.append([parameter.detach().clone() for parameter in model.parameters()])
+    for ours, plains in zip(*losses, strict=True):
+        assert torch.equal(ours, plains)
+
+
 def test_a_step_without_gradients_is_no_step() -> None:
     want, run = _on_demand()
     run.optimizer.param_groups[0]["params"], kept = [], run.optimizer.param_groups[0]["params"]

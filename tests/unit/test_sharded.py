@@ -401,8 +401,8 @@ def check_steps(rank: int, size: int) -> None:
     engine.clip_grad_norm_(1e-3 if rank == 0 else 1e3)
     text = refusal(engine.step)
     assert "the ranks differ in the clip factor: [" in text and "[1.0] on ranks 1, 2" in text, text
-    engine._runtime.clip_factor = 1.0
-    engine._runtime.clipped.clear()
+    engine._runtime.coming_step.drop_clip()
+    engine._runtime.coming_step.clips.clear()
     after = engine.model_state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before if name != "count")
     engine.step()

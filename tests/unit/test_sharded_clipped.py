@@ -145,7 +145,7 @@ def between(rank: int, size: int, folder: str) -> None:
                     each.backward(CASE.loss(each, CASE.batch(n)))
                 norm = run.engine.clip_grad_norm_(limit)
                 if what == "one rank looks" and rank == 1:
-                    assert (run.engine._runtime.clip_factor < 1) == (limit == FIRES)
+                    assert (run.engine._runtime.coming_step.factor < 1) == (limit == FIRES)
                 elif what == "a checkpoint":
                     run.engine.save(f"{folder}/{limit}")
                 elif what == "zero_grad":
@@ -154,7 +154,7 @@ def between(rank: int, size: int, folder: str) -> None:
                     n = steps(runs, [FIRES, QUIET], n + 1)
                     continue
                 elif what == "a gradient is read":
-                    factor = run.engine._runtime.clip_factor
+                    factor = run.engine._runtime.coming_step.factor
                     for name, p in run.model.named_parameters():
                         own = want.model.get_parameter(name).grad
                         assert torch.equal(p.grad.clone(), own * factor), name

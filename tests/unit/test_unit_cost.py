@@ -136,7 +136,9 @@ def test_ordinary_gradients_go_to_the_core_without_python(monkeypatch: pytest.Mo
     model = linears(3)
     engine, _ = manage(model)
     asked = []
-    monkeypatch.setattr(engine._runtime, "take_grad", lambda slot, grad: asked.append(slot.name))
+    monkeypatch.setattr(
+        engine._runtime, "ordinary_grad", lambda slot, grad: asked.append(slot.name)
+    )
     model(torch.ones(2, WIDTH)).sum().backward()
     assert not asked
     assert all(engine._runtime.core.has_grad(i) for i in range(6))
