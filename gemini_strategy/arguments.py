@@ -92,7 +92,7 @@ class Argument:
 
     Attributes:
         default: what it is where it is not given.
-        check: raises ValueError for a value that cannot be; None: whoever uses the value checks it.
+        check: raises ValueError for a value that cannot be; None: what uses the value checks it.
         text: its lines of the table's docstring.
     """
 

@@ -125,7 +125,7 @@ class Outputs(TypedDict, total=False):
 
 @table
 class Calls(TypedDict, total=False):
-    """What manage() and those whose ranks another has made take alike.
+    """What manage() and the plugin of accelerate take alike.
 
     Args:
         report: print to stderr the table of the first plan that is made, and at close() or when the

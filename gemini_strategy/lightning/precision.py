@@ -2,7 +2,7 @@
 #
 # Lightning knows no third-party precision, so a strategy is handed `Precision`, `MixedPrecision` or
 # `HalfPrecision`; `precision_class(tree)` builds the plugin of one tree for its Trainer, `fabric_precision_class(tree)`
-# that for its Fabric, and their `translate` turns those into them. Nothing here imports Lightning: a tree is given as
+# that for its Fabric, and `plugin_property` turns those into them. Nothing here imports Lightning: a tree is given as
 # modules.
 #
 # Invariants
@@ -26,8 +26,7 @@ from gemini_strategy.lightning.trees import Tree, import_tree, made_for
 from gemini_strategy.precision import Precision, in_forward
 from gemini_strategy.weakly import WeakSet
 
-SUPPORTED = PRECISIONS
-_COMPUTE_DTYPE = {name: Precision(name).dtype or torch.float32 for name in SUPPORTED}
+_COMPUTE_DTYPE = {name: Precision(name).dtype or torch.float32 for name in PRECISIONS}
 # Where other plugins of Lightning store a gradient scale, in the order in which they are looked for.
 _FOREIGN_SCALES = ("MixedPrecision", "FSDPPrecision")
 _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -36,56 +35,14 @@ _SCALER_FIELDS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 class EnginePrecision:
     """What a Trainer and Fabric have around an engine alike. To be inherited from before the tree's own plugin.
 
-    `precision` is one of :data:`SUPPORTED`; ValueError for any other.
+    `precision` is one of PRECISIONS.
     """
 
     _tree: Tree
-    _call: str  # what makes the strategy, for errors,
-    _argument: str  # its argument for a plugin,
-    _runner: str  # and what has the strategy: "Trainer" or "Fabric"
     device = "cpu"  # where forward runs, as in MixedPrecision
 
     def __init__(self, precision: str = "32-true") -> None:
-        if precision not in SUPPORTED:
-            raise ValueError(self._refusal(f"precision={precision!r}"))
         self.precision = precision
-
-    @classmethod
-    def _plugins(cls) -> Any:
-        """The tree's module with the plugins of the Trainer or of Fabric."""
-        raise NotImplementedError
-
-    @classmethod
-    def translate(cls, plugin: Any) -> "EnginePrecision":
-        """Return our plugin for one of Lightning's (this tree's), or the plugin itself when it is ours.
-
-        Raises:
-            TypeError: a plugin class that is not one of ``Precision``, ``MixedPrecision``, ``HalfPrecision``,
-                or a plugin of the other tree.
-            ValueError: a precision outside :data:`SUPPORTED`, or a gradient scaler with its own settings.
-        """
-        plugins = cls._plugins()
-        cls._tree.check(cls._argument, plugin, plugins.Precision, cls._call)
-        if isinstance(plugin, cls):
-            return plugin
-        if type(plugin) not in (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision):
-            raise TypeError(cls._refusal(f"the precision plugin {type(plugin).__qualname__}"))
-        scaler = getattr(plugin, "scaler", None)
-        if scaler is not None and not _is_default_scaler(scaler):
-            raise ValueError(
-                "strategy='gemini' keeps its own loss scale and would ignore the settings of the gradient scaler"
-                f" in MixedPrecision(scaler=...): pass {cls._call}(initial_scale=..., growth_factor=...,"
-                " backoff_factor=..., growth_interval=..., hysteresis=...) and"
-                f" {cls._runner}(precision='16-mixed')."
-            )
-        return cls(plugin.precision)
-
-    @classmethod
-    def _refusal(cls, what: str) -> str:
-        return (
-            f"strategy='gemini' does not support {what}. Supported: {cls._runner}(precision=...) with"
-            f" {', '.join(repr(name) for name in SUPPORTED)}."
-        )
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -114,7 +71,7 @@ class EnginePrecision:
 
 
 class TrainerPrecision(EnginePrecision):
-    """What happens around the engine in one of the precisions of :data:`SUPPORTED`, under a Trainer.
+    """What happens around the engine in one of the precisions of PRECISIONS, under a Trainer.
 
     To be inherited from before the tree's own plugin; see `precision_class`.
 
@@ -122,18 +79,10 @@ class TrainerPrecision(EnginePrecision):
     ``16-mixed``: forward runs under autocast. ``16-mixed``: the loss is scaled by the engine's loss scale.
     """
 
-    _call = "GeminiStrategy"
-    _argument = "precision_plugin"
-    _runner = "Trainer"
-
     def __init__(self, precision: str = "32-true") -> None:
         super().__init__(precision)
         self._engine: Any = None  # whatever is trained has one
         self.ends_step = False  # the strategy's word on the backward that comes
-
-    @classmethod
-    def _plugins(cls) -> Any:
-        return cls._tree.pl.plugins
 
     def attach(self, engine: Any, device: torch.device) -> None:
         """Serve `engine` (None: a module without parameters), whose forward runs on `device`."""
@@ -208,16 +157,12 @@ class TrainerPrecision(EnginePrecision):
 
 
 class FabricPrecision(EnginePrecision):
-    """What happens around the engines in one of the precisions of :data:`SUPPORTED`, under Fabric.
+    """What happens around the engines in one of the precisions of PRECISIONS, under Fabric.
 
     To be inherited from before the tree's own plugin; see `fabric_precision_class`. Like Fabric's own plugins, it casts
     floating inputs of a model to the precision's dtype, and its floating outputs to torch's default dtype.
     ``bf16-mixed``, ``16-mixed``: forward runs under autocast.
     """
-
-    _call = "GeminiFabricStrategy"
-    _argument = "precision"
-    _runner = "Fabric"
 
     def __init__(self, precision: str = "32-true") -> None:
         super().__init__(precision)
@@ -225,10 +170,6 @@ class FabricPrecision(EnginePrecision):
         if precision == "16-mixed":
             # Of the instance: where it is the class's, Fabric refuses `loss.backward()`, which other precisions take.
             self.backward = self._scaled_backward
-
-    @classmethod
-    def _plugins(cls) -> Any:
-        return cls._tree.fabric.plugins.precision
 
     def attach(self, engine: Any) -> None:
         """Serve `engine`, one of a Fabric's."""
@@ -288,10 +229,42 @@ def plugin_property(attribute: str, class_of: Callable[[Tree], type]) -> Any:
         return class_of(strategy._tree)() if plugin is None else plugin
 
     def put(strategy: Any, plugin: Any) -> None:
-        ours: Any = class_of(strategy._tree)
-        setattr(strategy, attribute, None if plugin is None else ours.translate(plugin))
+        ours = class_of(strategy._tree)
+        setattr(
+            strategy, attribute, None if plugin is None else _translated(plugin, strategy, ours)
+        )
 
     return property(get, put)
+
+
+def _translated(plugin: Any, strategy: Any, ours: type) -> Any:
+    """Our plugin for one of Lightning's (the strategy's tree), or the plugin itself when it is ours.
+
+    Raises:
+        TypeError: a plugin class that is not one of ``Precision``, ``MixedPrecision``, ``HalfPrecision``,
+            or a plugin of the other tree.
+        ValueError: a precision outside of PRECISIONS, or a gradient scaler with its own settings.
+    """
+    plugins, call, runner = strategy._home.plugins, strategy._call, strategy._runner
+    strategy._tree.check(strategy._precision_argument, plugin, plugins.Precision, call)
+    if isinstance(plugin, ours):
+        return plugin
+    refusal = (
+        f"strategy='gemini' does not support {{}}. Supported: {runner}(precision=...) with"
+        f" {', '.join(map(repr, PRECISIONS))}."
+    )
+    if type(plugin) not in (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision):
+        raise TypeError(refusal.format(f"the precision plugin {type(plugin).__qualname__}"))
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and not _is_default_scaler(scaler):
+        raise ValueError(
+            "strategy='gemini' keeps its own loss scale and would ignore the settings of the gradient scaler"
+            f" in MixedPrecision(scaler=...): pass {call}(initial_scale=..., growth_factor=..., backoff_factor=...,"
+            f" growth_interval=..., hysteresis=...) and {runner}(precision='16-mixed')."
+        )
+    if plugin.precision not in PRECISIONS:
+        raise ValueError(refusal.format(f"precision={plugin.precision!r}"))
+    return ours(plugin.precision)
 
 
 def _plain_plugin(tree: str) -> Any:
