@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 
 from gemini_strategy import _C
 
+NAMES: list[str] = []  # all that were looked up
 _missing: list[str] = []
 
 
 def _private(path: str) -> Any:
     """What torch has under a dotted path, a module of its own included."""
+    NAMES.append(path)
     try:
         return functools.reduce(getattr, path.split(".")[1:], torch)
     except AttributeError:
@@ -37,6 +40,17 @@ def _private(path: str) -> Any:
 def _cuda_private(path: str) -> Any:
     """The same for a name that builds for the CPU may lack; nothing asks for it there."""
     return _private(path) if torch.version.cuda is not None else None
+
+
+def _generator_cell(path: str) -> Any:
+    """The cell in which a context manager that contextlib has made of a generator has that generator."""
+    function = _private(path)
+    cells = getattr(function, "__closure__", None) or ()
+    if function is not None and [cell.cell_contents for cell in cells] != [
+        inspect.unwrap(function)
+    ]:
+        _missing.append(f"the generator of {path}")
+    return next(iter(cells), None)
 
 
 def _in_code(path: str) -> str:
@@ -101,11 +115,14 @@ has_saved_tensors_hooks = _private("torch._C._autograd._saved_tensors_hooks_is_e
 top_saved_tensors_hooks = _private("torch._C._autograd._top_saved_tensors_default_hooks")
 push_saved_tensors_hooks = _private("torch._C._autograd._push_saved_tensors_default_hooks")
 pop_saved_tensors_hooks = _private("torch._C._autograd._pop_saved_tensors_default_hooks")
+disabling_saved_tensors_hooks = _generator_cell("torch.autograd.graph.disable_saved_tensors_hooks")
 proxy_tensor: Any = _private("torch.fx.experimental.proxy_tensor")
 # The module that asks for addresses to make fake tensors.
 META_CONVERTER = "torch._subclasses.meta_utils"
 recursive_scripting: Any = _private("torch.jit._recursive")
-foreach_types: Any = _private("torch.optim.optimizer._foreach_supported_types")
+optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
+FOREACH_TYPES = "_foreach_supported_types"
+_private(f"torch.optim.optimizer.{FOREACH_TYPES}")
 register_builtin = _private("torch.jit._builtins._register_builtin")
 is_wrapper_subclass = _private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 execution_engine: Any = _private("torch.autograd.Variable._execution_engine")
@@ -176,7 +193,7 @@ def _refuse_missing() -> None:
         _missing.clear()
         raise ImportError(
             f"torch {torch.__version__} lacks {lacked}, by which gemini_strategy manages parameters: "
-            "install another torch (2.11 has them)"
+            "install torch 2.11 to 2.13, which have them, or a gemini_strategy that is made for this torch"
         )
 
 

@@ -26,7 +26,7 @@ from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import HybridAdam
-from gemini_strategy.parameters import absent, quantized
+from gemini_strategy.parameters import absent, patches, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report.progress import progress
 from gemini_strategy.sizes import size_text
@@ -48,7 +48,10 @@ def close(
             f"dtype={dtype!r}: choose None (the dtypes that the model came in) or torch.float32"
         )
     unsaved = _end_saving(engine)
-    _close(engine, dtype is torch.float32, with_states, is_told)
+    try:
+        _close(engine, dtype is torch.float32, with_states, is_told)
+    finally:
+        patches.take_off()
     if unsaved is not None and sys.exception() is None:
         raise unsaved
     if unsaved is not None:
@@ -303,7 +306,8 @@ def give_back(
         parameter.__class__ = slot.plain_class
         slot.swap(value)
         del parameter._gm_slot
-        slot.shown = slot.inside = None
+        slot.shown = slot.inside = slot.absent = None
+    engine.masters.clear()
     engine.core.close()
     engine.ranks.close()
     engine.memory.close()

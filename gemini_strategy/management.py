@@ -19,7 +19,7 @@ from gemini_strategy.inherited import note
 from gemini_strategy.machine.device import find_device
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
-from gemini_strategy.parameters import absent, quantized
+from gemini_strategy.parameters import absent, doors, patches, quantized
 from gemini_strategy.parameters.hooks import RootForward, keep_nets_on_top
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.precision import LOSS_SCALING, LossScaler, Precision
@@ -115,11 +115,11 @@ def manage(
                 "this model is managed already: call close() on its engine "
                 "(gemini_strategy.engine_of(model)) before managing it again"
             )
-        absent.install()
+        doors.install()
         keep_nets_on_top()
         original = Original(model, optimizer)
         # Whatever device the caller builds on, and whether or not anything will be trained there.
-        with torch.device("cpu"), torch.inference_mode(False):
+        with patches.opening(), torch.device("cpu"), torch.inference_mode(False):
             runtime = Runtime(model, optimizer, settings, scaler, ranks, original)
             engine = Engine(runtime)
         asked = settings.device_budget
@@ -128,6 +128,7 @@ def manage(
     except BaseException as error:  # whatever it was: all of it stands, or nothing has changed
         if original is not None:
             _C.uninterrupted(original.restore, error)
+            patches.take_off()
         ranks.give_up("manage()", error)
         raise
     return engine

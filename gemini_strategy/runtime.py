@@ -151,7 +151,7 @@ class Runtime(Uncopied, Reporting):
         if hasattr(self, "net"):
             absent.nets.discard(self.net)
         for slot in self.slots:
-            slot.shown = slot.inside = None
+            slot.shown = slot.inside = slot.absent = None
         try:
             if hasattr(self, "core"):
                 self.core.close()

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from gemini_strategy.huggingface.extras import imported
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import doors
 from gemini_strategy.weights import unread
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -61,7 +61,7 @@ def leave_unread(utils: ModuleType) -> None:
     Args:
         utils: transformers.modeling_utils.
     """
-    absent.install()
+    doors.install()
     finalize = utils.PreTrainedModel.__dict__["_finalize_model_loading"]
 
     @functools.wraps(finalize.__func__)

@@ -7,14 +7,13 @@ and nested tensors. This is below autograd: leaves, graphs, views and versions a
 us.
 
 Invariants
-    1. No kernel gets an absent tensor: `_serve` puts a plain one of the same geometry, from the tensor's home, in its
+    1. No kernel gets an absent tensor: `serve` puts a plain one of the same geometry, from the tensor's home, in its
        place. What reads no bytes (views, metadata) passes through, so that a view of an absent tensor is absent
-       (`_PASSED`).
+       (`PASSED`).
     2. What an operation writes is its home's before the operation returns, or at the end of the lease that it wrote
        through. A collective is waited for where that is before its bytes come (collectives.py).
     3. What takes memory or numbers past the dispatcher (NumPy, DLPack, addresses, pickle, float()) asks at a door first
-       (`_DOORS`). What it gets of a field is a copy that cannot be written, or a refusal by name; a weight's storage is
-       a lease, and is compared afterwards: no version counts what is written through it.
+       (doors.py).
     4. What asks at no door (a C++ extension without dispatch) finds NaN that cannot be written on the host, and an
        error with the parameter's name on CUDA; never another chunk's bytes.
 
@@ -25,9 +24,7 @@ torch's own has it, and `install` refuses a torch in which somebody else serves 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,12 +33,12 @@ import torch
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import tree_flatten, tree_map, tree_unflatten
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import collectives, gate, keyed, order, subclasses
+from gemini_strategy.parameters import collectives, gate, keyed, order
 from gemini_strategy.weakly import WeakSet
 
-_KEY = _torch.dispatch_key("Fake")
-_KEYS = _torch.DispatchKeySet(_KEY)
-_PLAINLY = _KEYS | keyed.MODES | gate.KEYS
+KEY = _torch.dispatch_key("Fake")
+KEYS = _torch.DispatchKeySet(KEY)
+_PLAINLY = KEYS | keyed.MODES | gate.KEYS
 set_data = keyed.set_data
 _address = _torch.storage_address
 
@@ -54,6 +51,7 @@ _PASSED = """
     new_zeros new_ones new_full zeros_like ones_like full_like rand_like randn_like randint_like
     randint_like.low_dtype
 """
+PASSED = frozenset(_PASSED.split())
 # They write arguments that their schemas call read.
 _WRITES_UNSAID = {
     "aten::batch_norm",
@@ -157,8 +155,21 @@ _n_heavy = 0  # of them, when last swept
 nets: WeakSet[Any] = WeakSet()
 
 
+def is_in_use() -> bool:
+    """Whether an engine is open, or anybody has an absent tensor."""
+    if any(True for _ in nets):
+        return True
+    drop_unused()
+    return bool(_homes)
+
+
+def n_storages() -> int:
+    """How many storages are absent, those included that nobody has any more."""
+    return len(_homes)
+
+
 def is_absent(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and _torch.dispatch_keys(value).has(_KEY)
+    return isinstance(value, torch.Tensor) and _torch.dispatch_keys(value).has(KEY)
 
 
 def tensor(
@@ -185,7 +196,7 @@ def tensor(
     elif device.type == "cpu":
         size = math.prod(shape) * dtype.itemsize
         storage = _torch.storage_from_address(_C.absent_range(size), device, size)
-    keys = _KEYS | gate.KEYS if is_gated else _KEYS
+    keys = KEYS | gate.KEYS if is_gated else KEYS
     result = keyed.tensor(keys, storage, shape, strides, dtype, device)
     if home.memory is None and device.type == "cpu":
         _torch.refuse_writing(result)
@@ -236,7 +247,7 @@ def n_users(shown: torch.Tensor) -> int:
 def plain(shown: torch.Tensor, is_written: bool = False) -> torch.Tensor:
     """An absent tensor's values, in its geometry: its memory where it has some, else a copy or a lease."""
     with plainly(), torch.no_grad():
-        return _like(home_of(shown).open(is_written), shown)
+        return like(home_of(shown).open(is_written), shown)
 
 
 def drop_unused() -> None:
@@ -285,7 +296,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def _like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+def like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     """`base`, the whole of a home, as a view of its absent tensor: its geometry, conjugate and negative as that is."""
     if shown.dtype != base.dtype:
         n = shown.element_size() // math.gcd(shown.element_size(), base.element_size())
@@ -341,7 +352,7 @@ def _one_by_one(op: Any, n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return [item for result in results for item in result]
 
 
-def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
+def serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The dispatcher's kernel for every operation with an absent tensor among its arguments."""
     name = op._schema.name
     flat, spec = tree_flatten((args, kwargs))
@@ -382,7 +393,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         bases = {a: home.open(is_written) for a, (home, _, is_written) in opened.items()}
         shown_as: dict[int, torch.Tensor] = {}
         for i, item, address in absent:
-            flat[i] = _like(bases[address], item)
+            flat[i] = like(bases[address], item)
             shown_as[id(flat[i])] = item
     args, kwargs = tree_unflatten(flat, spec)
     kept = {id(item) for item in flat}
@@ -401,7 +412,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         if id(value) in kept or not _torch.has_storage(value) or _address(value) not in of_base:
             return value
         anchor = _homes[of_base[_address(value)]].anchor
-        return _like(anchor.detach(), value)  # a view: absent, too
+        return like(anchor.detach(), value)  # a view: absent, too
 
     with plainly():
         result = tree_map(returned, result)
@@ -419,7 +430,7 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-# ---- doors ----
+# ---- plain tensors ----
 
 
 def slot_behind(value: Any) -> Any:
@@ -436,242 +447,20 @@ def slot_behind(value: Any) -> Any:
     return None
 
 
-def _expose(value: Any) -> None:
-    """Memory of a plain tensor is given away: if it is managed, it is compared afterwards."""
-    slot = slot_behind(value)
-    if slot is not None:
-        slot.expose(value)
+# ---- the kernel ----
 
-
-def _door(original: Any, name: str) -> Any:
-    """`original`, a method of tensors that takes their memory, with the bytes in place."""
-
-    @functools.wraps(original)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not is_absent(self):
-            if nets:
-                _expose(self)
-            return original(self, *args, **kwargs)
-        home = home_of(self)
-        if sys._getframe(1).f_globals.get("__name__") == _torch.META_CONVERTER:
-            raise GuardError(
-                f"{home.name}: a compiled or traced function takes addresses, and this tensor has none outside its "
-                "module: give it p.clone(), or call the function inside the module that owns the parameter"
-            )
-        if name == "data_ptr" and hasattr(self, "_gm_slot"):
-            raise GuardError(f"{home.name}: data_ptr: a raw address cannot be guarded; use clone()")
-        with plainly(), torch.no_grad():
-            if home.memory is not None and name in ("data_ptr", "untyped_storage"):
-                home.open(False)
-                return original(self, *args, **kwargs)
-            if home.key and name in ("data_ptr", "__dlpack__"):
-                raise GuardError(
-                    f"{home.name}: {name}: what is written there would be lost; use clone()"
-                )
-            plain = _like(home.open(not home.key or name == "untyped_storage"), self)
-            if home.key and name == "numpy":
-                plain = plain.clone()
-        if name == "data_ptr":
-            set_data(self, plain)  # from now on this tensor keeps the bytes here
-            return original(self)
-        result = original(plain.requires_grad_(self.requires_grad), *args, **kwargs)
-        if home.key and name == "numpy":
-            result.flags.writeable = False
-        return result
-
-    return method
-
-
-def _value_door(original: Any) -> Any:
-    """A method that gives values as Python's own. torch.tensor turns the key off and asks each element of a list so."""
-
-    @functools.wraps(original)
-    def method(self: torch.Tensor, *args: Any) -> Any:
-        if not is_absent(self):
-            return original(self, *args)
-        return original(plain(self).requires_grad_(self.requires_grad), *args)
-
-    return method
-
-
-def _kin_door(original: Any) -> Any:
-    """A method that makes another tensor of the same dtype and device."""
-
-    @functools.wraps(original)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        kin = torch.empty(0, dtype=self.dtype, device=self.device) if is_absent(self) else self
-        return original(kin, *args, **kwargs)
-
-    return method
-
-
-def _loop_door(original: Any) -> Any:
-    """A method that runs a Python function over elements, in place."""
-
-    @functools.wraps(original)
-    def method(self: torch.Tensor, *args: Any) -> torch.Tensor:
-        others = [torch.clone(a) if is_absent(a) else a for a in args]
-        if not is_absent(self):
-            return original(self, *others)
-        home = home_of(self)
-        with plainly(), torch.no_grad():
-            base = home.open(True)
-            plain = _like(base, self)
-        original(plain.requires_grad_(self.requires_grad), *others)
-        home.write(base)
-        return self
-
-    return method
-
-
-def _scatter_door(original: Any) -> Any:
-    """The dispatcher does not look into lists of lists, and gloo and NCCL take an address of what is scattered."""
-    read = functools.partial(tree_map, lambda v: v.detach().clone() if is_absent(v) else v)
-    return functools.wraps(original)(
-        lambda self, *args, **kwargs: original(self, *args[:1], *map(read, args[1:]), **kwargs)
-    )
-
-
-def _data_door(original: Any) -> Any:
-    """The attribute that replaces a tensor's memory. What shows a field goes on to show it."""
-
-    def assign(self: torch.Tensor, value: torch.Tensor) -> None:
-        if is_absent(self):
-            home_of(self).replace(self, value)
-        else:
-            original.__set__(self, value)
-
-    return property(original.__get__, assign, original.__delete__, original.__doc__)
-
-
-def _parameter_door(original: Any) -> Any:
-    """torch asks for the very class of what a parameter is made of."""
-
-    @functools.wraps(original)
-    def new(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
-        is_managed = hasattr(data, "_gm_slot")
-        return original(
-            cls, _torch.TensorBase.data.__get__(data) if is_managed else data, requires_grad
-        )
-
-    return staticmethod(new)
-
-
-def _norm_door(original: Any) -> Any:
-    """Normalizations write running statistics, and no version counts that."""
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if nets and not torch.compiler.is_compiling():
-            for statistics in args[3:5]:
-                if isinstance(statistics, torch.Tensor) and not is_absent(statistics):
-                    _expose(statistics)
-        return original(*args, **kwargs)
-
-    _torch.register_builtin(function, f"aten::{original.__name__}")  # for scripts
-    return function
-
-
-def _refuse_swap(original: Any) -> Any:
-    @functools.wraps(original)
-    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        for value in (t1, t2):
-            slot = getattr(value, "_gm_slot", None)
-            if slot is not None or is_absent(value):
-                name = slot.name if slot is not None else home_of(value).name
-                raise GuardError(f"{name}: swap_tensors would replace its storage; use copy_()")
-        original(t1, t2)
-
-    return swap_tensors
-
-
-def _recording_door(original: Any, why: str) -> Any:
-    """A function that keeps what modules compute, to go past their calls, which enter units."""
-
-    @functools.wraps(original)
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            for given in value if isinstance(value, tuple) else (value,):
-                module = getattr(given, "__self__", given)
-                for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
-                    slot = getattr(parameter, "_gm_slot", None)
-                    if slot is not None:
-                        raise GuardError(f"{why}: {slot.name} is managed")
-        return original(*args, **kwargs)
-
-    return recording
-
-
-def _dlpack_door(original: Any) -> Any:
-    method = _door(original, "__dlpack__")
-    return functools.wraps(original)(lambda value: method(value))
-
-
-_DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-    *(
-        (torch.Tensor, name, functools.partial(_door, name=name))
-        for name in ("numpy", "data_ptr", "untyped_storage", "__dlpack__")
-    ),
-    *(
-        (torch.Tensor, name, _value_door)
-        for name in ("tolist", "__float__", "__int__", "__index__", "__bool__", "__complex__")
-    ),
-    (torch.Tensor, "data", _data_door),
-    *((torch.Tensor, name, _kin_door) for name in ("new", "new_tensor")),
-    *((torch.Tensor, name, _loop_door) for name in ("apply_", "map_", "map2_")),
-    (torch.distributed.ProcessGroup, "scatter", _scatter_door),
-    (torch.nn.Parameter, "__new__", _parameter_door),
-    (torch.utils.dlpack, "to_dlpack", _dlpack_door),
-    (torch, "to_dlpack", _dlpack_door),
-    *((torch, name, _norm_door) for name in ("batch_norm", "instance_norm", "native_batch_norm")),
-    (torch.utils, "swap_tensors", _refuse_swap),
-    *(
-        (owner, name, functools.partial(_recording_door, why=why))
-        for owner, name, why in (
-            (
-                torch,
-                "compile",
-                "torch.compile() after manage() is not possible: compile modules before it (close() the engine first, "
-                "gemini_strategy.engine_of(model) is it)",
-            ),
-            (
-                _torch.recursive_scripting,
-                "infer_methods_to_compile",
-                "a managed model has no code that could be scripted: gemini_strategy.engine_of(model).close() first, "
-                "which makes it ordinary again",
-            ),
-            (
-                torch.cuda,
-                "make_graphed_callables",
-                "a CUDA graph enters no unit: its weights would not be there when it runs: "
-                "gemini_strategy.engine_of(model).close() first",
-            ),
-        )
-    ),
-)
 _libraries: list[torch.library.Library] = []
 
 
-def _serve_under_modes(library: torch.library.Library) -> None:
-    """Where the key comes before the caller's modes (torch < 2.13), torch has no way to call a fallback under one."""
-    passed = {f"aten::{name}" for name in _PASSED.split()}
-    for full in _torch.all_operator_names():
-        if full.startswith("aten::") and full not in passed:
-            name, _, overload = full.removeprefix("aten::").partition(".")
-            op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-            if op is not None:
-                library.impl(full.removeprefix("aten::"), functools.partial(_serve, op), "Fake")
-
-
 def install() -> None:
-    """Puts the kernel and the doors in place, once per process; without absent tensors nothing changes.
+    """Puts the kernel in place, once per process; without absent tensors nothing changes.
 
     Raises:
         GeminiError: this torch serves the key itself.
     """
     if _libraries:
         return
-    for key, name in ((_KEY, "Fake"), (gate.KEY, "DeferredInit")):
+    for key, name in ((KEY, "Fake"), (gate.KEY, "DeferredInit")):
         if _torch.has_backend_fallback(key):
             raise GeminiError(
                 f"torch {torch.__version__} uses the dispatch key {name} itself, by which managed parameters are served"
@@ -679,14 +468,9 @@ def install() -> None:
     # `with torch.device(...)` remembers by identity, at its first use, the functions that it gives a device.
     _torch.device_constructors()
     everything = torch.library.Library("_", "IMPL")
-    everything.fallback(_serve, "Fake")
+    everything.fallback(serve, "Fake")
     passed = torch.library.Library("aten", "IMPL")
-    for name in _PASSED.split():
+    for name in PASSED:
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
-    if _KEY.__int__() > _torch.DispatchKey.Python.value:
-        _serve_under_modes(passed)
-        subclasses.install(_KEYS)
     gate.install(everything, passed, _name_of)
     _libraries.extend([everything, passed])
-    for owner, name, make in _DOORS:
-        setattr(owner, name, make(getattr(owner, name)))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,11 @@ _TAKEN_FRESH = ("alias", "detach")
 # Below: slots' readers, and who waits. A signal's handler may come in a thread that has it.
 _lock = (
     threading.RLock()
-)  # itself: a Condition's own `with` is Python, and stays locked where it is interrupted
+)  # itself: a Condition's own `with` is Python: an interrupt leaves it locked
 _changed = threading.Condition(_lock)
 _waiting: list[Slot] = []  # for each that waits to change the data of one
 _name_of: Callable[[Any], str | None]
-_passed: list[int] = []  # threads whose operations have passed, once for each parameter of one
+_passed: list[tuple[int, Slot]] = []  # threads whose operations have passed, with the parameters
 
 
 def _slots(values: Any) -> Iterator[Slot]:
@@ -71,11 +72,13 @@ def passing(*slots: Slot) -> Iterator[None]:
     passed: list[Slot] = []
     try:
         with _lock:
-            while thread not in _passed and any(slot in _waiting for slot in slots):
+            while not any(thread == each for each, _ in _passed) and any(
+                slot in _waiting for slot in slots
+            ):
                 _changed.wait()
             for slot in slots:
                 slot.readers = [*(slot.readers or ()), thread]
-                _passed.append(thread)
+                _passed.append((thread, slot))
                 passed.append(slot)
         with _torch.ExcludeDispatchKeyGuard(KEYS):
             in_units = [slot for slot in slots if slot.open_count > slot.is_raw]
@@ -85,10 +88,28 @@ def passing(*slots: Slot) -> Iterator[None]:
         leases.clear()
         with _lock:
             for slot in passed:
-                slot.readers.remove(thread)
-                slot.readers = slot.readers or None
-                _passed.remove(thread)
+                _end(thread, slot)
             _changed.notify_all()
+
+
+def _end(thread: int, slot: Slot) -> None:
+    slot.readers.remove(thread)
+    slot.readers = slot.readers or None
+    _passed.remove((thread, slot))
+
+
+def _after_fork() -> None:
+    """In the child, which has none of the other threads."""
+    global _lock, _changed
+    _lock = threading.RLock()
+    _changed = threading.Condition(_lock)
+    _waiting.clear()
+    for thread, slot in list(_passed):
+        if thread != threading.get_ident():
+            _end(thread, slot)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -324,6 +324,7 @@ class Given:
             absent.forget(
                 shown, "it was dropped with its engine, which is closed; clone it to keep it"
             )
+        self._tensors.clear()
 
     def keep(self, key: str, anchor: torch.Tensor, why: str | None = None) -> None:
         """Whoever has the storage of an absent tensor that showed a field keeps the values of now, or is told `why`."""

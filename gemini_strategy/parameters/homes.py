@@ -55,8 +55,8 @@ class Weight(SlotHome):
                 slot.engine.settle()
             return slot.lease(is_watched=is_written)
         # The model is ordinary again, and its parameter is this.
-        now, then = slot.parameter.detach(), slot.absent
-        if (now.dtype, now.device, now.stride()) != (then.dtype, then.device, then.stride()):
+        now = slot.parameter.detach()
+        if (now.dtype, now.device, now.stride()) != (slot.dtype, slot.device, slot.strides):
             raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
         return now
 

@@ -36,7 +36,7 @@ from torch import nn
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import detect_fake_mode, tree_map
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, patches
 from gemini_strategy.parameters.leaving import Attached
 from gemini_strategy.parameters.outside import Outside
 from gemini_strategy.parameters.slot import Slot
@@ -51,43 +51,58 @@ _MODIFIED = "one of the variables needed for gradient computation has been modif
 
 
 def keep_nets_on_top() -> None:
-    """Makes the caller's `saved_tensors_hooks` go below the nets, wherever they start.
+    """Makes the caller's `saved_tensors_hooks` go below the nets, wherever they start, while an engine is open.
 
     Such hooks (save_on_cpu, checkpointing) would get weights: one that returns its tensor would keep their chunks.
     And a forward that checkpointing repeats in part, outside its unit, has to save what it saved inside. The nets
-    delegate everything else to them. Done once per process, by the first manage(); without an engine nothing changes.
+    delegate everything else to them.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks
-    if hasattr(hooks, "_gm_enter"):
-        return
-    hooks._gm_enter, hooks._gm_exit = hooks.__enter__, hooks.__exit__
+    patches.add(hooks, "__enter__", _entering)
+    patches.add(hooks, "__exit__", _leaving)
+    # What its context manager calls: Dynamo knows the function itself by identity.
+    patches.add(_torch.disabling_saved_tensors_hooks, "cell_contents", _without_nets)
 
+
+def _entering(plain: Any) -> Any:
+    @functools.wraps(plain)
     def enter(self: Any) -> Any:
-        result = hooks._gm_enter(self)
-        net = next(iter(list(absent.nets)), None)  # any: the one on top packs for all
-        self._gm_net = None if net is None else (net, net.push())
+        result = plain(self)
+        net = next(iter(absent.nets), None)  # any: the one on top packs for all
+        if net is not None:
+            self._gm_net = net, net.push()
+            # The patch may be off by then. A `with` has looked its exit up already.
+            self.__exit__ = functools.partial(type(self).__exit__, self)
         return result
 
+    return enter
+
+
+def _leaving(plain: Any) -> Any:
+    @functools.wraps(plain)
     def leave(self: Any, *args: object) -> Any:
-        net, depth = self.__dict__.pop("_gm_net", None) or (None, None)
+        vars(self).pop("__exit__", None)
+        net, depth = vars(self).pop("_gm_net", None) or (None, None)
         if depth is not None:
             net.pop_to(depth)
-        return hooks._gm_exit(self, *args)
+        return plain(self, *args)
 
-    hooks.__enter__, hooks.__exit__ = enter, leave
-    disable, top = torch.autograd.graph.disable_saved_tensors_hooks, _torch.top_saved_tensors_hooks
-    torchs_own = inspect.unwrap(disable)
+    return leave
 
-    def without_nets(error_message: str) -> Any:
-        # In a unit's own forward, as torch.func does: the hooks are not the caller's. Storages hold what is saved then.
+
+def _without_nets(plain: Any) -> Any:
+    """In a unit's own forward, as torch.func does: the hooks are not the caller's. Storages hold what is saved then."""
+    top = _torch.top_saved_tensors_hooks
+
+    @functools.wraps(plain)
+    def disabled(error_message: str) -> Any:
         with contextlib.ExitStack() as pushed:
             while isinstance(getattr((top(True) or [None])[0], "__self__", None), _C.Net):
                 pushed.callback(_torch.push_saved_tensors_hooks, *top(True))
                 _torch.pop_saved_tensors_hooks()
-            yield from torchs_own(error_message)
+            yield from plain(error_message)
 
-    for generator in disable.__closure__ or ():  # one; Dynamo knows the function itself by identity
-        generator.cell_contents = without_nets
+    return disabled
 
 
 class SavedTensorNet(_C.Net):

@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from gemini_strategy import _torch
-from gemini_strategy.parameters import absent, masters
+from gemini_strategy.parameters import absent, masters, patches
 from gemini_strategy.parameters.slot import Slot
 
 _METHODS = ("save_pretrained", "merge_and_unload", "merge_adapter", "unmerge_adapter")
-_reduce = object.__reduce_ex__
 
 
 class Attached:
@@ -61,14 +60,19 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _reduce_module(module: nn.Module, protocol: Any) -> Any:
+def _reducing(plain: Callable[..., Any]) -> Callable[..., Any]:
     """nn.Module.__reduce_ex__; copy.copy shares what is there, hooks too."""
-    reduced = _reduce(module, protocol)
-    if not absent.nets or sys._getframe(1).f_code is copy.copy.__code__:
-        return reduced
-    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    return (*reduced[:2], _plain(reduced[2]), *reduced[3:])
+
+    @functools.wraps(plain)
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        reduced = plain(module, protocol)
+        if not absent.nets or sys._getframe(1).f_code is copy.copy.__code__:
+            return reduced
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        return (*reduced[:2], _plain(reduced[2]), *reduced[3:])
+
+    return reduce
 
 
 def _slots(module: nn.Module, given: Mapping[str, Any] | None) -> list[Slot]:
@@ -96,16 +100,13 @@ def _showing(plain: Callable[..., Any]) -> Callable[..., Any]:
         with masters.shown(slots[0].engine, slots):
             return plain(self, *args, **given)
 
-    method._gm_shows = True  # type: ignore[attr-defined]
     return method
 
 
 def install(model: nn.Module) -> None:
-    """Makes both so for the classes of this model and for nn.Module, once."""
-    if "__reduce_ex__" not in vars(nn.Module):
-        nn.Module.__reduce_ex__ = _reduce_module  # type: ignore[assignment,method-assign]
+    """Makes both so for the classes of this model and for nn.Module, while an engine is open."""
+    patches.add(nn.Module, "__reduce_ex__", _reducing)
     for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
         for name in _METHODS:
-            own = vars(kind).get(name)
-            if callable(own) and not hasattr(own, "_gm_shows"):
-                setattr(kind, name, _showing(own))
+            if callable(vars(kind).get(name)):
+                patches.add(kind, name, _showing)

@@ -8,6 +8,7 @@ the engine holds.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from gemini_strategy import _torch
 from gemini_strategy._torch import proxy_tensor
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import gate
+from gemini_strategy.parameters import gate, patches
 
 _base = _torch.TensorBase
 
@@ -171,6 +172,10 @@ for _op in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze
 _classes: dict[type, type] = {}
 
 
+def _with_managed(managed: type, known: Any) -> Any:
+    return type(known)((*known, managed))
+
+
 def managed_class(plain: type) -> type:
     """The class of managed parameters of class `plain`."""
     if plain not in _classes:
@@ -180,7 +185,8 @@ def managed_class(plain: type) -> type:
         own |= {key: getattr(plain, key) for key in ("__module__", "__qualname__")}
         _classes[plain] = type(plain.__name__, (_Managed, plain), own)
         # make_fx and torch's optimizers know parameters by their very class.
-        proxy_tensor.HANDLED_TYPES += (_classes[plain],)
-        if plain in _torch.foreach_types:
-            _torch.foreach_types.append(_classes[plain])
+        known = functools.partial(_with_managed, _classes[plain])
+        patches.add(proxy_tensor, "HANDLED_TYPES", known, plain)
+        if plain in vars(_torch.optimizer)[_torch.FOREACH_TYPES]:
+            patches.add(_torch.optimizer, _torch.FOREACH_TYPES, known, plain)
     return _classes[plain]

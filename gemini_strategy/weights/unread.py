@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters import absent, order
+from gemini_strategy.parameters import absent, order, patches
 from gemini_strategy.weights.files import WeightFiles
 
 
@@ -93,11 +93,12 @@ class _Unread(absent.Home):
 
 
 def tensor(files: UnreadFile, key: str, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor `key` of a file in `dtype`, on the CPU, row-major, unread; after absent.install()."""
+    """The tensor `key` of a file in `dtype`, on the CPU, row-major, unread; after doors.install()."""
     shape = files.shapes[key]
-    return absent.tensor(
-        _Unread(files, key, dtype), shape, order.row_major(shape), dtype, torch.device("cpu")
-    )
+    geometry = shape, order.row_major(shape), dtype, torch.device("cpu")
+    shown = absent.tensor(_Unread(files, key, dtype), *geometry)
+    patches.put_on()
+    return shown
 
 
 def home(value: torch.Tensor) -> _Unread | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, doors
 
 
 class _Home(absent.Home):
@@ -30,7 +30,7 @@ def _tensor(home: absent.Home) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _installed() -> Iterator[None]:
-    absent.install()
+    doors.install()
     before = sys.getswitchinterval()
     yield
     sys.setswitchinterval(before)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gemini_strategy.parameters import absent
+from gemini_strategy.parameters import absent, doors
 
 MOST = None if os.environ.get("OPERATIONS") == "all" else 1
 GROUPS = 32
@@ -140,7 +140,7 @@ def _deterministic() -> Iterator[None]:
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("device", DEVICES)
 def test_operations_give_the_bits_of_plain_tensors(device: str, group: int) -> None:
-    absent.install()
+    doors.install()
     wrong, n = [], 0
     for name, op, sample, how in _cases(group, device):
         want, got = (_outcome(op, sample, how, is_absent=is_absent) for is_absent in (False, True))
