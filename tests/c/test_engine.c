@@ -697,7 +697,7 @@ static void check_chunks(world *w, uint32_t n_used)
         n_gradients += w->params[id].has_grad;
     }
     CHECK(n_trained == 0);
-    CHECK(n_done == n_gradients - n_used); /* an announced step uses up what it steps */
+    CHECK(n_done == n_gradients - n_used);     /* an announced step uses up what it steps */
     CHECK(n_pending == stats.pending_updates); /* few worlds have more than a step issues itself */
 }
 
