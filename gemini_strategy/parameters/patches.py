@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ _NOTHING = object()
 # A signal's handler may come in a thread that has it.
 _lock = threading.RLock()
 _opening: list[int] = []  # threads in manage()
-_patches: dict[tuple[int, str, Any], _Patch] = {}  # in the order in which they are put on
+_patches: dict[tuple[int, str], _Patch] = {}  # in the order in which they are put on
 _n_asked = 0  # calls of look_again since the last look
 
 
@@ -42,10 +43,15 @@ class _Worn(NamedTuple):
 
 
 class _Patch:
-    """One attribute of a class or a module, or what a cell holds."""
+    """One attribute of a class or a module, or what a cell holds.
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        self._owner, self._name, self._make = owner, name, make
+    Attributes:
+        makes: by their tags: each gets what the one before has made, the first the original.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self.makes: dict[Any, Callable[[Any], Any]] = {}
         # One for each original: torch may know it by identity, and another program may put it back.
         self._worn: list[_Worn] = []
 
@@ -64,9 +70,15 @@ class _Patch:
         original = getattr(self._owner, self._name) if found is _NOTHING else found
         worn = next((worn for worn in self._worn if worn.original is original), None)
         if worn is None:
-            worn = _Worn(self._make(original), found, original)
+            own = functools.reduce(lambda own, make: make(own), self.makes.values(), original)
+            worn = _Worn(own, found, original)
             self._worn.append(worn)
         setattr(self._owner, self._name, worn.own)
+
+    def make_also(self, make: Callable[[Any], Any], tag: Any) -> None:
+        self.take_off()
+        self._worn.clear()
+        self.makes[tag] = make
 
     def take_off(self) -> None:
         worn = self._on_top()
@@ -83,12 +95,12 @@ def add(owner: Any, name: str, make: Callable[[Any], Any], tag: Any = None) -> N
 
     The second time for one owner, name and tag nothing is added.
     """
-    key = id(owner), name, tag
     with _lock:
-        if key not in _patches:
-            _patches[key] = _Patch(owner, name, make)
+        patch = _patches.setdefault((id(owner), name), _Patch(owner, name))
+        if tag not in patch.makes:
+            patch.make_also(make, tag)
             if _is_needed():
-                _patches[key].put_on()
+                patch.put_on()
 
 
 def put_on() -> None:

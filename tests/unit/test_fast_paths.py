@@ -353,5 +353,5 @@ def test_a_parameter_is_known_by_its_class_as_before() -> None:
     assert managed is not nn.Parameter
     names = ("__name__", "__qualname__", "__module__")
     assert all(getattr(managed, name) == getattr(nn.Parameter, name) for name in names)
-    assert managed in _torch.foreach_types
+    assert managed in vars(_torch.optimizer)[_torch.FOREACH_TYPES]
     engine.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
@@ -300,6 +301,7 @@ def test_a_child_forgets_the_operations_and_engines_of_other_threads() -> None:
 # A class that is made of another tensor, and torch before 2.13 as this package knows it.
 OLD = """
 import torch
+import torch.fx.experimental.proxy_tensor
 import gemini_strategy
 from gemini_strategy.parameters import before_213
 
@@ -336,3 +338,21 @@ assert "_make_wrapper_subclass" not in vars(torch.Tensor)
 
 def test_what_is_patched_for_an_older_torch_goes_too() -> None:
     subprocess.run([sys.executable, "-c", OLD], check=True)
+
+
+def test_parameters_of_two_classes_are_known_once_and_unknown_after_the_last_close() -> None:
+    class Mine(nn.Parameter):
+        """Of the script."""
+
+    first, _, engine = managed()
+    own = nn.Linear(4, 4)
+    own.weight = Mine(own.weight.detach())
+    optimizer = torch.optim.AdamW(own.parameters())
+    other = gemini_strategy.manage(own, optimizer, device="cpu")
+    _, _, last = managed(1)  # all patches are looked at again
+    known = vars(torch.fx.experimental.proxy_tensor)["HANDLED_TYPES"]
+    assert type(first[0].weight) in known and type(own.weight) in known
+    assert len(set(known)) == len(known)
+    for each in (engine, other, last):
+        each.close()
+    assert not left()
