@@ -101,10 +101,11 @@ def bits() -> str:
 
 def table() -> str:
     offload, four_gpus = "offload_h200.jsonl", "four_gpus_2026-11-26.jsonl"
+    two_gpus = "two_gpus_2026-11-28.jsonl"
     below_whole, below = latest(offload, "A", "resident-clip", "gemini-auto-clip", max_norm=1000)
     large_whole, large = latest(offload, "B", "resident", "gemini-auto")
-    fields = {"gpus": 4, "checkpointing": True, "tokens_per_gpu": 4096}
-    fsdp2, four = latest(four_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", **fields)
+    fields = {"gpus": 2, "checkpointing": True, "tokens_per_gpu": 4096}
+    fsdp2, two = latest(two_gpus, "8b", "fsdp2", "gemini-auto@fsdp2", **fields)
     (more,) = latest(four_gpus, "30b", "gemini-auto@24GB")
     state = f"four times 24 GB are 96 GB, training takes {14 * more['parameters'] / 1e9:.0f} GB"
     everything = "everything on the GPU"
@@ -121,11 +122,11 @@ def table() -> str:
         ),
         against(f"{model(large)}, not clipped, 24 GB", large, everything, large_whole, offload),
         against(
-            f"{model(four)}, clipped, {int(four['budget']) / 1e9:.0f} GB",
-            four,
+            f"{model(two)}, clipped, {int(two['budget']) / 1e9:.0f} GB",
+            two,
             "FSDP2",
             fsdp2,
-            four_gpus,
+            two_gpus,
         ),
         row(f"{model(more)}, clipped, 24 GB", machine(more), figures(more), state, "", four_gpus),
     ]

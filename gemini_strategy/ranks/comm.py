@@ -459,7 +459,7 @@ class _Gloo:
                         works.append((issue([_bytes_at(address, n_bytes)], peer, _TAG), peer, verb))
             for waited in works:
                 work, peer, verb = waited
-                # gloo drops parts of milliseconds: a wait must not end before `end`, or it counts as a rank that is gone.
+                # gloo drops parts of milliseconds: a wait that ended before `end` would name a rank gone.
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0) + 0.002))
             self.wait.has_ended = True
         except RuntimeError as error:
