@@ -1,7 +1,9 @@
-/* call.c - the Python type UnitCall, base of hooks.py's: a call of a module with its unit entered around it.
+/* call.c - the Python type UnitCall, base of hooks.py's: a call of a module with its unit entered
+ * around it.
  *
- * torch asks every module for `_compiled_call_impl`, and calls that where it is not None.  So a unit needs no hooks: what
- * counts hooks, or goes another way where there are some, finds those of the module's owner only.
+ * torch asks every module for `_compiled_call_impl`, and calls that where it is not None.  So a
+ * unit needs no hooks: what counts hooks, or goes another way where there are some, finds those of
+ * the module's owner only.
  *
  * Invariants
  *   1. Every enter has its leave, whatever is raised in between.
@@ -33,8 +35,9 @@ static int refuse_if_traced(call *self)
                       : may_be;
 }
 
-/* The module that is called, a new reference.  Somebody who makes a second module of a copy of the first one's dict
- * (torch.nn.parallel.replicate) has copied this, too: then it is the one that the caller, Module.__call__, names. */
+/* The module that is called, a new reference.  Somebody who makes a second module of a copy of the
+ * first one's dict (torch.nn.parallel.replicate) has copied this, too: then it is the one that the
+ * caller, Module.__call__, names. */
 static PyObject *called_module(const call *self)
 {
     PyFrameObject *frame = PyEval_GetFrame(); /* the caller's */

@@ -14,14 +14,17 @@ PyObject *gm_py_raise(gm_status status);
 extern PyMethodDef gm_py_error_methods[];
 PyObject *gm_py_finish(gm_status status); /* None, or the exception */
 int gm_py_errors_init(void); /* before any of these; -1 with an exception set on failure */
-/* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any other
- * but an interrupt (KeyboardInterrupt, SystemExit), which gets it as its context; NULL: what pends stays. */
+/* The pending exception, which pends no more; NULL: there is none.  And back again, in place of any
+ * other but an interrupt (KeyboardInterrupt, SystemExit), which gets it as its context; NULL: what
+ * pends stays. */
 PyObject *gm_py_set_aside(void);
 void gm_py_put_back(PyObject *error);
-/* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an exception set on failure. */
+/* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an
+ * exception set on failure. */
 struct gm_workers;
 struct gm_workers *gm_py_workers(void);
-/* A pool on this process's share of the host, which host_use() sets; n_threads 0: the share's number. */
+/* A pool on this process's share of the host, which host_use() sets; n_threads 0: the share's
+ * number. */
 gm_status gm_py_workers_new(unsigned n_threads, struct gm_workers **out); /* host.c */
 
 /* As GM_FAIL_IF, in a function that gives a pointer: as PyErr_Format, and NULL. */
@@ -66,7 +69,8 @@ extern PyMethodDef gm_py_signal_methods[]; /* signals.c */
 
 /* As PyArg_ParseTuple: 1, or 0 with an exception set. */
 typedef int (*gm_py_parse)(PyObject *item, void *out);
-/* What `parse` makes of each item of a sequence, with room for one more; free() it.  NULL with an exception set. */
+/* What `parse` makes of each item of a sequence, with room for one more; free() it.  NULL with an
+ * exception set. */
 void *gm_py_array(PyObject *sequence, size_t item_bytes, gm_py_parse parse, size_t *out_n);
 /* The same for non-negative integers. */
 uint32_t *gm_py_ids(PyObject *sequence, size_t *out_n);
@@ -81,15 +85,17 @@ typedef struct gm_py_figure {
     double value;
 } gm_py_figure;
 
-/* Puts `value` (a new reference, or NULL with an exception set) under `key` and gives the reference away.  This and the
- * following: -1 with an exception set on failure. */
+/* Puts `value` (a new reference, or NULL with an exception set) under `key` and gives the reference
+ * away.  This and the following: -1 with an exception set on failure. */
 int gm_py_put(PyObject *dict, const char *key, PyObject *value);
 int gm_py_put_counts(PyObject *dict, const gm_py_count *counts, size_t n);
 int gm_py_put_figures(PyObject *dict, const gm_py_figure *figures, size_t n);
-/* Makes a type that lives as long as the process, and adds it under its name; NULL with an exception set on failure. */
+/* Makes a type that lives as long as the process, and adds it under its name; NULL with an
+ * exception set on failure. */
 PyTypeObject *gm_py_add_type(PyObject *module, const char *name, size_t bytes, unsigned flags,
                              PyType_Slot *parts);
-/* The list with one item more (a new reference, or NULL with an exception set), which is given away; as gm_py_unless. */
+/* The list with one item more (a new reference, or NULL with an exception set), which is given
+ * away; as gm_py_unless. */
 PyObject *gm_py_append(PyObject *list, PyObject *item);
 PyObject *gm_py_text(const char *text); /* which may be cut, inside a character */
 /* Adds a dict of these names, each with its place among them. */

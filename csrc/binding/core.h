@@ -1,4 +1,5 @@
-/* core.h - the Python type gemini_strategy._C.Core, and what the files share that implement its methods. */
+/* core.h - the Python type gemini_strategy._C.Core, and what the files share that implement its
+ * methods. */
 #pragma once
 
 #include "binding/common.h"
@@ -8,8 +9,8 @@
 #include "engine/engine.h"
 #include "base/workers.h"
 
-/* What others of this process hold on the device: torch's pool, counted by our allocator, and the rest
- * (driver context, modules, memory from before), told by Python. */
+/* What others of this process hold on the device: torch's pool, counted by our allocator, and the
+ * rest (driver context, modules, memory from before), told by Python. */
 typedef struct outside {
     int ordinal;         /* -1 on the host device */
     atomic_bool answers; /* for torch's pool: it counts here, and asks before it grows */
@@ -27,7 +28,8 @@ typedef struct core {
 
 extern PyTypeObject *gm_py_core_type;    /* engine.c makes it */
 int gm_py_engine_init(PyObject *module); /* adds the type; -1 with an exception set on failure */
-/* A Core's engine, borrowed; NULL with an exception set when it is closed or `object` is something else. */
+/* A Core's engine, borrowed; NULL with an exception set when it is closed or `object` is something
+ * else. */
 gm_engine *gm_py_core_engine(PyObject *object);
 bool gm_py_core_is_closed(PyObject *object);
 gm_engine *gm_py_engine_of(core *self); /* NULL with an exception after close() */
@@ -35,8 +37,8 @@ gm_engine *gm_py_engine_of(core *self); /* NULL with an exception after close() 
 gm_engine *gm_py_begin(core *self, const char *name, PyObject *const *args, Py_ssize_t n_args,
                        Py_ssize_t n_wanted, unsigned long long *out);
 
-/* A method that takes numbers, v[], at most GM_PY_MOST_NUMBERS, and calls an expression without the GIL: a status, which
- * leaves an `out` of a C type that `gives` makes a Python object of. */
+/* A method that takes numbers, v[], at most GM_PY_MOST_NUMBERS, and calls an expression without the
+ * GIL: a status, which leaves an `out` of a C type that `gives` makes a Python object of. */
 enum { GM_PY_MOST_NUMBERS = 7 };
 #define GM_PY_CALL_OUT(name, n_wanted, type, gives, expression)                        \
     static PyObject *core_##name(core *self, PyObject *const *args, Py_ssize_t n_args) \

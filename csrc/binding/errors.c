@@ -1,4 +1,5 @@
-/* errors.c - the translation of status codes into exceptions, and keeping one while something else runs. */
+/* errors.c - the translation of status codes into exceptions, and keeping one while something else
+ * runs. */
 #include "binding/common.h"
 
 static PyObject *gemini_error, *memory_error, *device_error;

@@ -1,11 +1,14 @@
 /* gate.c - the one thread that may change what data parameters have.
  *
- * torch reads a parameter's data without the GIL, and no kernel keeps it.  So operations on parameters pass a gate
- * (parameters/gate.py), which nobody changes their data behind.  In its units a training thread is spared that.
+ * torch reads a parameter's data without the GIL, and no kernel keeps it.  So operations on
+ * parameters pass a gate (parameters/gate.py), which nobody changes their data behind.  In its
+ * units a training thread is spared that.
  *
  * Invariants
- *   1. One thread at a time shows parameters: the first that enters a unit, until it has left all of its own.
- *   2. That thread's operations go past the gate, for as long as it shows any; those of all others pass it. */
+ *   1. One thread at a time shows parameters: the first that enters a unit, until it has left all
+ *      of its own.
+ *   2. That thread's operations go past the gate, for as long as it shows any; those of all others
+ *      pass it. */
 #include "binding/unit.h"
 
 static unsigned long shower; /* while n_shown > 0 */

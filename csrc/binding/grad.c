@@ -24,7 +24,8 @@ static int is_in_order(PyObject *grad, const gm_py_slot *slot)
     return result;
 }
 
-/* Whether the gradient can go to the core as it is, and nothing else has to see it: 1 or 0; -1 with an exception set. */
+/* Whether the gradient can go to the core as it is, and nothing else has to see it: 1 or 0; -1 with
+ * an exception set. */
 static int is_ordinary(PyObject *grad, const gm_py_slot *slot)
 {
     if ((PyObject *)Py_TYPE(grad) != gm_torch.tensor_class) {

@@ -1,12 +1,12 @@
 /* handle.c - the Python type Handle, base of engine.py's Engine: what a person holds of a runtime.
  *
- * A runtime, its slots, units and hooks refer to each other.  When the handle of a closed one goes, it takes from them
- * what refers to the model: else a model that is closed and dropped would keep its memory until Python looks for
- * cycles.
+ * A runtime, its slots, units and hooks refer to each other.  When the handle of a closed one goes,
+ * it takes from them what refers to the model: else a model that is closed and dropped would keep
+ * its memory until Python looks for cycles.
  *
- * Invariant: no Python of ours runs here, and there is no finalizer.  A handle goes wherever its last holder does, where
- * Python drops what a signal's handler raises; and what a finalizer has seen, the cycle collector lets go in its next
- * run only. */
+ * Invariant: no Python of ours runs here, and there is no finalizer.  A handle goes wherever its
+ * last holder does, where Python drops what a signal's handler raises; and what a finalizer has
+ * seen, the cycle collector lets go in its next run only. */
 #include "binding/unit.h"
 
 #include <structmember.h>
@@ -26,7 +26,8 @@ static int empty_slot(PyObject *slot, PyObject *gone)
     return result;
 }
 
-/* Nobody can call the closed runtime any more: of all it has, it keeps that it is closed, which is its class's. */
+/* Nobody can call the closed runtime any more: of all it has, it keeps that it is closed, which is
+ * its class's. */
 static int forget(PyObject *type, PyObject *runtime)
 {
     PyObject *gone = PyObject_GetAttrString(type, "_gone");

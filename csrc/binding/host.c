@@ -1,8 +1,8 @@
-/* host.c - functions of gemini_strategy._C about this host: what this process may take of its cores and memory, and which
- * cores its pools of threads use.
+/* host.c - functions of gemini_strategy._C about this host: what this process may take of its cores
+ * and memory, and which cores its pools of threads use.
  *
- * What host_use() sets is a process's, as a rank is a process: every pool that is made from then on, of an
- * engine, for a measurement or for arithmetic, has it.  `share_lock` guards it. */
+ * What host_use() sets is a process's, as a rank is a process: every pool that is made from then
+ * on, of an engine, for a measurement or for arithmetic, has it.  `share_lock` guards it. */
 #include "binding/common.h"
 
 #include <pthread.h>

@@ -1,5 +1,5 @@
-/* module.c - the extension module gemini_strategy._C: its parts and constants.  Types and functions live in the
- * other files. */
+/* module.c - the extension module gemini_strategy._C: its parts and constants.  Types and functions
+ * live in the other files. */
 #include "binding/common.h"
 
 #include "binding/comm.h"

@@ -1,14 +1,14 @@
-/* net.c - the Python type Net, base of hooks.py's SavedTensorNet: packs and unpacks what autograd saves
- * in a unit's forward; see [Note: backward without backward hooks] there.
+/* net.c - the Python type Net, base of hooks.py's SavedTensorNet: packs and unpacks what autograd
+ * saves in a unit's forward; see [Note: backward without backward hooks] there.
  *
  * Invariants
- *   1. Between push and pop our hooks are the innermost of their thread, and what the user's own would have
- *      got goes to them: the thread's last frame has the pair that was on top.
- *   2. A token's chunk is pinned from its unpacking until another node of the same graph task unpacks, and from then on
- *      by the storage itself if anybody still has it.
- *   3. What was saved is handed out only in the version in which it was saved, as torch does itself; but a weight that
- *      a checkpoint would save again when it computes again, in that of then.
- *   4. No pointer into `outers` or `running` is kept across a call that may run Python or drop the GIL. */
+ *   1. Between push and pop our hooks are the innermost of their thread, and what the user's own
+ *      would have got goes to them: the thread's last frame has the pair that was on top.
+ *   2. A token's chunk is pinned from its unpacking until another node of the same graph task
+ *      unpacks, and from then on by the storage itself if anybody still has it.
+ *   3. What was saved is handed out only in the version in which it was saved, as torch does; a
+ *      weight that a checkpoint would save again when it computes again, in that of then.
+ *   4. No pointer into `outers` or `running` outlives a call that runs Python or drops the GIL. */
 #include "binding/unit.h"
 
 #include <stdlib.h>
@@ -205,9 +205,9 @@ static int touch(gm_py_net *net, uintptr_t address)
     return 0;
 }
 
-/* Outside backward nothing is needed any more but by tasks that other threads run, which say when they end.  Inside, what
- * earlier nodes have touched is not: a node may start with the recomputation of an activation, before it has unpacked
- * any weight. */
+/* Outside backward nothing is needed any more but by tasks that other threads run, which say when
+ * they end.  Inside, what earlier nodes have touched is not: a node may start with the
+ * recomputation of an activation, before it has unpacked any weight. */
 int gm_py_net_unpin(gm_py_net *net)
 {
     if (net->running.n == 0) {
@@ -241,7 +241,7 @@ static int is_of_parameter(const gm_py_slot *slot, PyObject *tensor)
     return base ? base == slot->parameter : -1;
 }
 
-/* The place, never the tensor: that would keep its storage, and with it the chunk, until backward. */
+/* The place, never the tensor: that would keep storage and chunk until backward. */
 static saved *pack_token(gm_py_net *net, PyObject *tensor, uintptr_t address, bool is_latest)
 {
     gm_py_slot *slot = slot_at(net, address);
@@ -335,8 +335,8 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
     return (PyObject *)gm_py_saved_plain(tensor);
 }
 
-/* The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what it has
- * unpacked may go meanwhile, and comes back. */
+/* The user's unpack may run a forward (checkpointing): the node has launched nothing yet, so what
+ * it has unpacked may go meanwhile, and comes back. */
 static PyObject *unpack_delegated(gm_py_net *net, const saved *self)
 {
     long long node = -1;
@@ -382,8 +382,8 @@ static int push_hooks(const gm_py_net *net)
     return 0;
 }
 
-/* Where a backward is to be differentiated, what its node saves again is to be a token, too.  torch ends the hooks with the
- * node. */
+/* Where a backward is to be differentiated, what its node saves again is to be a token, too.  torch
+ * ends the hooks with the node. */
 static int net_node(const gm_py_net *net)
 {
     int in_backward = gm_torch_is_grad_enabled() ? gm_py_in_backward() : 0;
@@ -535,7 +535,7 @@ size_t gm_py_net_depth(const gm_py_net *net)
     return gm_frames_depth(&net->outers);
 }
 
-/* An interrupt passes units without their leaving: whoever is outside takes what is inside away with its own. */
+/* An interrupt passes units without their leaving: an outer unit takes its inner ones away. */
 int gm_py_net_pop_to(gm_py_net *net, size_t depth)
 {
     int result = 0;

@@ -1,5 +1,5 @@
-/* paper.c - the method of Core that plays a recorded pass on a device on paper: what Unit and Net would ask the engine
- * for in that pass, in the same order, without a tensor. */
+/* paper.c - the method of Core that plays a recorded pass on a device on paper: what Unit and Net
+ * would ask the engine for in that pass, in the same order, without a tensor. */
 #include "binding/core.h"
 
 #include <stdlib.h>

@@ -1,4 +1,5 @@
-/* rates.c - rates for Python, and the function of gemini_strategy._C that measures those of this machine. */
+/* rates.c - rates for Python, and the function of gemini_strategy._C that measures those of this
+ * machine. */
 #include "binding/plan.h"
 
 static gm_status measure(int ordinal, unsigned threads, size_t block_bytes, gm_rates *out)

@@ -1,6 +1,7 @@
 /* room.c - the methods of Core that are about the device's memory.
  *
- * The GIL is released around every call that takes the engine's lock: who holds that may want the GIL. */
+ * The GIL is released around every call that takes the engine's lock: who holds that may want the
+ * GIL. */
 #include "binding/core.h"
 
 #include "torch/alloc.h"
@@ -20,7 +21,8 @@ GM_PY_CALL(shed, 1, bool, PyBool_FromLong, gm_engine_shed(engine, (size_t)v[0]))
 GM_PY_CALL(reserve, 1, bool, PyBool_FromLong, gm_engine_reserve(engine, (size_t)v[0]))
 GM_PY_CALL_STATUS(forget_outside, 0, gm_engine_forget_outside(engine))
 
-/* refusal(): why the last of these two gave less than it was asked for, where the host is the reason. */
+/* refusal(): why the last of these two gave less than it was asked for, where the host is the
+ * reason. */
 static PyObject *core_refusal(core *self, PyObject *Py_UNUSED(unused))
 {
     gm_engine *engine = gm_py_engine_of(self);
@@ -38,13 +40,14 @@ static bool reserve_for_torch(void *context, size_t bytes, bool is_full)
 void gm_py_stop_answering(core *self)
 {
     if (atomic_exchange(&self->outside->answers, false)) {
-        /* Without the GIL: it waits for torch's question, which may wait for a thread that wants the GIL. */
+        /* Without the GIL: it waits for torch's question, which may wait for a thread that wants
+         * the GIL. */
         GM_NO_GIL(gm_torch_alloc_set_reserve(self->outside->ordinal, NULL, NULL));
     }
 }
 
-/* answer_for_torch(bool): whether torch's pool counts in this engine's budget, and asks it before it grows.
- * One engine of a device at a time: the one before has to be told first. */
+/* answer_for_torch(bool): whether torch's pool counts in this engine's budget, and asks it before
+ * it grows. One engine of a device at a time: the one before has to be told first. */
 static PyObject *core_answer_for_torch(core *self, PyObject *yes)
 {
     gm_engine *engine = gm_py_engine_of(self);

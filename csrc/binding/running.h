@@ -1,8 +1,8 @@
 /* running.h - which backward nodes have unpacked managed tensors, innermost graph task last.
  *
- * Nodes of one graph task run one after the other, so that what a node has touched is done with when another
- * one of its task unpacks. A node may run a backward of its own (re-entrant checkpointing): a task nested in
- * it, whose end shows when the outer one goes on. */
+ * Nodes of one graph task run one after the other, so that what a node has touched is done with
+ * when another one of its task unpacks. A node may run a backward of its own (re-entrant
+ * checkpointing): a task nested in it, whose end shows when the outer one goes on. */
 #pragma once
 
 #include "base/base.h"
@@ -34,11 +34,13 @@ gm_follow gm_running_follow(gm_running *running, int64_t node, int64_t task, uin
 bool gm_running_next_ended(gm_running *running, uintptr_t *out);
 /* A new task; false: no memory. */
 bool gm_running_push(gm_running *running, int64_t node, int64_t task, uint32_t n_before);
-/* The task has ended, and those nested in it; false: it is not known.  All but *out_keep pins are to be released. */
+/* The task has ended, and those nested in it; false: it is not known.  All but *out_keep pins are
+ * to be released. */
 bool gm_running_end(gm_running *running, int64_t task, uint32_t *out_keep);
 /* The last node has touched `address`; false: no memory. */
 bool gm_running_note(gm_running *running, uintptr_t address);
-/* The last node is to have touched nothing; NULL, or what it had touched: n_addresses of them, the caller's. */
+/* The last node is to have touched nothing; NULL, or what it had touched: n_addresses of them, the
+ * caller's. */
 uintptr_t *gm_running_take(gm_running *running, int64_t node, size_t *n_addresses,
                            uint32_t *out_keep);
 /* All tasks but the `n_keep` outermost have ended. */

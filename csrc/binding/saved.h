@@ -8,7 +8,8 @@ typedef enum saved_kind { SAVED_PLAIN, SAVED_TOKEN, SAVED_DELEGATED } saved_kind
 /* A saved tensor.  Not tracked by the cycle collector: autograd, which holds it, is not either. */
 typedef struct saved {
     PyObject_HEAD saved_kind kind;
-    /* Detached, so that no node lives by its own output; what the user's pack gave; of a token NULL. */
+    /* Detached, so that no node lives by its own output; what the user's pack gave; of a token
+     * NULL. */
     PyObject *tensor;
     PyObject *owner;                  /* a token's slot, the user's unpack */
     uintptr_t address;                /* of a token, with */

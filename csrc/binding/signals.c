@@ -1,13 +1,17 @@
 /* signals.c - what must not be left half done: a call in which no handler of a signal runs.
  *
- * Python handles a signal between any two steps of its code on the main thread, and what the handler raises comes out
- * there.  Most of this package can end anywhere; what cannot (the accounts of a step that the core has taken, the way
- * back of manage() and close()) is called by uninterrupted().  It is not for what waits for others.
+ * Python handles a signal between any two steps of its code on the main thread, and what the
+ * handler raises comes out there.  Most of this package can end anywhere; what cannot (the accounts
+ * of a step that the core has taken, the way back of manage() and close()) is called by
+ * uninterrupted().  It is not for what waits for others.
  *
  * Invariants
- *   1. Signals that Python has handlers for are noted while the call runs, and raised again when it has returned.
- *   2. One that has come before the call is handled before it, and what its handler raises is raised after it.
- *   3. Other threads handle no signals: for them, and inside another such call, this is an ordinary call. */
+ *   1. Signals that Python has handlers for are noted while the call runs, and raised again when it
+ *      has returned.
+ *   2. One that has come before the call is handled before it, and what its handler raises is
+ *      raised after it.
+ *   3. Other threads handle no signals: for them, and inside another such call, this is an ordinary
+ *      call. */
 #define _GNU_SOURCE /* gettid */
 #include "binding/common.h"
 

@@ -1,10 +1,11 @@
-/* slot.c - the Python type Slot, base of slot.py's: what units and backward nodes need of a parameter.
+/* slot.c - the Python type Slot, base of slot.py's: what units and backward nodes need of a
+ * parameter.
  *
  * Invariants
- *   1. A parameter's data is `inside` while a unit has it open, and `absent` at all other times.  It changes while no
- *      other thread's operation reads it.
- *   2. When the last user has gone, either nobody but the slot has the storage of `shown`, or that storage has pinned the
- *      chunk until it dies and the slot has let go of it. */
+ *   1. A parameter's data is `inside` while a unit has it open, and `absent` at all other times.
+ *      It changes while no other thread's operation reads it.
+ *   2. When the last user has gone, either nobody but the slot has the storage of `shown`, or that
+ *      storage has pinned the chunk until it dies and the slot has let go of it. */
 #include "binding/unit.h"
 
 #include <structmember.h>
@@ -141,8 +142,8 @@ static int lease_of(const gm_py_slot *slot, gm_lease **out)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Somebody else has the storage: it keeps the chunk from now on, and writes through it are found.  Threads that come
- * meanwhile make another. */
+/* Somebody else has the storage: it keeps the chunk from now on, and writes through it are found.
+ * Threads that come meanwhile make another. */
 static int let_go(gm_py_slot *slot, gm_engine *engine, gm_stream stream)
 {
     gm_lease *lease;

@@ -81,7 +81,8 @@ static PyObject *factor_of(gm_clip clip)
 
 GM_PY_CALL_OUT(clip_factor, 0, gm_clip, factor_of, gm_engine_clip_wait(engine, &out))
 
-/* (param, lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, grad_divisor, clip_factor) */
+/* (param, lr, beta1, beta2, eps, weight_decay, step, adamw, bias_correction, grad_divisor,
+ * clip_factor) */
 static int parse_update(PyObject *item, void *out)
 {
     unsigned int id;
@@ -100,7 +101,8 @@ static int parse_update(PyObject *item, void *out)
     return 1;
 }
 
-/* Of a call with updates and, where `format` says so, one thing more.  NULL with an exception set. */
+/* Of a call with updates and, where `format` says so, one thing more.  NULL with an exception
+ * set. */
 static gm_update *parse_updates(PyObject *args, const char *format, uint32_t *out_n, void *out)
 {
     PyObject *sequence;

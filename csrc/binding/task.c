@@ -2,9 +2,10 @@
  *
  * An error ends a task without the call, and then drops the object: that ends it, too.
  *
- * Invariant: no Python runs here.  The call and the drop come where torch's C++ returns to its caller after all of a
- * backward, so a signal may wait to be handled.  Python handles signals where Python code runs on the main thread, and
- * drops what their handlers raise in a destructor: the user's frame has to be the first one. */
+ * Invariant: no Python runs here.  The call and the drop come where torch's C++ returns to its
+ * caller after all of a backward, so a signal may wait to be handled.  Python handles signals where
+ * Python code runs on the main thread, and drops what their handlers raise in a destructor: the
+ * user's frame has to be the first one. */
 #include "binding/task.h"
 
 typedef struct task_end {
@@ -33,7 +34,7 @@ static void task_end_dealloc(task_end *self)
 {
     PyObject *error = gm_py_set_aside();
     if (end_once(self) < 0) {
-        PyErr_Clear(); /* of the engine, which keeps it: the backward that ended here has raised it */
+        PyErr_Clear(); /* The engine keeps it: the backward that ended here has raised it. */
     }
     gm_py_put_back(error);
     PyTypeObject *type = Py_TYPE((PyObject *)self);

@@ -3,7 +3,8 @@
 
 #include "binding/common.h"
 
-/* Ends what `owner` has of the task; 0, or -1 with an exception set.  It runs no Python (see task.c). */
+/* Ends what `owner` has of the task; 0, or -1 with an exception set.  It runs no Python (see
+ * task.c). */
 typedef int (*gm_py_end_task)(PyObject *owner, long long task);
 
 int gm_py_task_init(void);

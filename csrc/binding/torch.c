@@ -1,4 +1,5 @@
-/* torch.c - the functions of torch that units, slots and nets call, and what Python calls answer. */
+/* torch.c - the functions of torch that units, slots and nets call, and what Python calls
+ * answer. */
 #include "binding/unit.h"
 
 #include <limits.h>
@@ -144,7 +145,8 @@ int gm_py_node_key(long long *out)
     if (node != Py_None) {
         PyObject *number = PyObject_CallMethodObjArgs(node, gm_torch.s_sequence_nr, NULL);
         result = number ? 0 : -1;
-        /* Nodes that accumulate a gradient all have the largest number there is, which is not to be -1. */
+        /* Nodes that accumulate a gradient all have the largest number there is, which is not to be
+         * -1. */
         *out = number ? (long long)(PyLong_AsUnsignedLongLongMask(number) & LLONG_MAX) : 0;
         Py_XDECREF(number);
     }

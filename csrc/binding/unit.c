@@ -1,10 +1,10 @@
 /* unit.c - the Python type Unit, base of hooks.py's: entering and leaving.
  *
  * Invariants
- *   1. From enter to leave, and only then, a unit's parameters show their bytes and its chunks are pinned; whatever
- *      fails on the way is undone, except the frame, which leave() takes away.  Where torch forbids hooks on what is
- *      saved (torch.func), and where another thread shows parameters (gate.c), they stay absent, and every operation is
- *      served.
+ *   1. From enter to leave, and only then, a unit's parameters show their bytes and its chunks are
+ *      pinned; whatever fails on the way is undone, except the frame, which leave() takes away.
+ *      Where torch forbids hooks on what is saved (torch.func), and where another thread shows
+ *      parameters (gate.c), they stay absent, and every operation is served.
  *   2. `leave` always unpins, whatever it finds or fails at; its first error is the one raised. */
 #include "binding/unit.h"
 

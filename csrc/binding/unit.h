@@ -1,8 +1,9 @@
-/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c, unit.c and call.c share, each of which calls those before it: slots, the net that catches what autograd saves, and the
- * functions of torch that both call for every unit and every backward node.
+/* unit.h - what torch.c, gate.c, slot.c, net.c, grad.c, unit.c and call.c share, each of which
+ * calls those before it: slots, the net that catches what autograd saves, and the functions of
+ * torch that both call for every unit and every backward node.
  *
- * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit does every
- * time, and calls a method of the Python class for everything that is rare. */
+ * These types are the bases of the Python classes of hooks.py and slot.py: C does what every unit
+ * does every time, and calls a method of the Python class for everything that is rare. */
 #pragma once
 
 #include "binding/common.h"
@@ -31,8 +32,9 @@ typedef struct gm_py_slot {
 
 typedef struct gm_py_net gm_py_net; /* net.c */
 
-/* Of torch, each looked up once: its functions and classes that are not public (as _torch.py has them), attributes of every
- * tensor (whatever stands in their places on torch.Tensor or on a parameter's class), and names. */
+/* Of torch, each looked up once: its functions and classes that are not public (as _torch.py has
+ * them), attributes of every tensor (whatever stands in their places on torch.Tensor or on a
+ * parameter's class), and names. */
 /* clang-format off */
 #define GM_TORCH_PRIVATE(X)                                                                      \
     X(current_node, "current_node") X(current_task, "current_task")                              \
@@ -65,12 +67,13 @@ int gm_py_torch_init(void); /* idempotent; -1 with an exception set */
 
 /* With a MemoryError set: whether object.make_room(about) found some; the error is then gone. */
 bool gm_py_made_room(PyObject *object, PyObject *about);
-/* Hands the pending exception, an error of memory, to `object.<method>(about, error)`, which raises a better
- * one; any other stays. Returns -1. */
+/* Hands the pending exception, an error of memory, to `object.<method>(about, error)`, which raises
+ * a better one; any other stays. Returns -1. */
 int gm_py_explain(PyObject *object, const char *method, PyObject *about);
 
-/* torch looks for __torch_function__ of a parameter's class at every access, to find that it has none: not between these,
- * on this thread.  Gives what ends it; NULL, and torch looks.  Both leave a pending exception as it is. */
+/* torch looks for __torch_function__ of a parameter's class at every access, to find that it has
+ * none: not between these, on this thread.  Gives what ends it; NULL, and torch looks.  Both leave
+ * a pending exception as it is. */
 PyObject *gm_py_without_subclasses(void);
 void gm_py_with_subclasses(PyObject *context);
 
@@ -87,15 +90,16 @@ int gm_py_without(PyObject *missing);    /* a pending exception is let go if it 
 int gm_py_is_checkpoint(PyObject *pack); /* whether it is a hook of torch's checkpointing: 1 or 0 */
 int gm_py_stream(int ordinal, gm_stream *out); /* torch's current one; 0 on the host device */
 int gm_py_task(long long *out);                /* the graph task that runs */
-/* 1: this thread may change the data of parameters, and gm_py_gate_hide() follows; 0: another does. */
+/* 1: this thread may change the data of parameters, and gm_py_gate_hide() follows; 0: another
+ * does. */
 int gm_py_gate_show(void);
 int gm_py_gate_hide(void);             /* a pending exception stays and hides one of its own */
 int gm_py_slot_show(gm_py_slot *slot); /* `shown` is there */
 int gm_py_slot_open(gm_py_slot *slot, bool is_plain);  /* one user more: its data is `inside` */
 int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last makes it absent */
-/* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else has pins it itself,
- * and what may have been written is found.  Runs no Python: a signal's handler would raise in here, and the rest of a
- * task's or a unit's end would not be. */
+/* The chunk is still pinned, and users may have gone: if none is left, a storage that somebody else
+ * has pins it itself, and what may have been written is found.  Runs no Python: a signal's handler
+ * would raise in here, and the rest of a task's or a unit's end would not be. */
 int gm_py_slot_end_use(gm_py_slot *slot, gm_engine *engine, gm_stream stream);
 int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
 int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
@@ -108,7 +112,8 @@ int gm_py_net_stream(gm_py_net *net, gm_stream *out); /* torch's current one */
 int gm_py_net_push(gm_py_net *net);                   /* 1: pushed; 0: torch forbids hooks here */
 size_t gm_py_net_depth(const gm_py_net *net);
 int gm_py_net_pop_to(gm_py_net *net, size_t depth); /* until as many are pushed; fewer stay */
-/* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have touched. */
+/* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have
+ * touched. */
 int gm_py_net_unpin(gm_py_net *net);
 
 int gm_py_net_init(PyObject *module);

@@ -1,9 +1,12 @@
-/* comm.c - what every communicator does alike: arguments, the first failure, a collective in words, the last ones.
+/* comm.c - what every communicator does alike: arguments, the first failure, a collective in words,
+ * the last ones.
  *
- * 1. `failed` is set once, behind the complete text: whoever sees it may read the text without a lock.
+ * 1. `failed` is set once, behind the complete text: whoever sees it may read the text without a
+ *    lock.
  * 2. A call that is refused for its arguments is not counted and leaves the communicator as it was.
- * 3. `hash` is a chain over everything that must be the same on all ranks, of all collectives that were counted: two ranks
- *    with the same number and hash have issued the same ones (but for one chance in 2^64). */
+ * 3. `hash` is a chain over everything that must be the same on all ranks, of all collectives that
+ *    were counted: two ranks with the same number and hash have issued the same ones (but for one
+ *    chance in 2^64). */
 #include "comm/comm_impl.h"
 
 #include <stdarg.h>

@@ -1,5 +1,5 @@
-/* comm_impl.h - what the files of comm share: a collective in words, the table of an implementation, the last
- * collectives, and the first failure. */
+/* comm_impl.h - what the files of comm share: a collective in words, the table of an
+ * implementation, the last collectives, and the first failure. */
 #pragma once
 
 #include <pthread.h>
@@ -31,11 +31,12 @@ enum { GM_COMM_N_RECORDS = 512 };
 
 typedef struct gm_comm_ops {
     const char *name; /* "nccl", "host" or "paper" */
-    /* Arguments are right, there is more than one rank and something to do.  A failure is recorded with
-     * gm_comm_break.  NULL: no byte moves. */
+    /* Arguments are right, there is more than one rank and something to do.  A failure is recorded
+     * with gm_comm_break.  NULL: no byte moves. */
     gm_status (*issue)(gm_comm *comm, const gm_comm_call *call, gm_stream stream);
     gm_status (*attach)(gm_comm *comm, gm_device *dev);
-    /* Looks for a failure and records it; whether a collective is still under way.  NULL: nobody looks. */
+    /* Looks for a failure and records it; whether a collective is still under way.  NULL: nobody
+     * looks. */
     bool (*check)(gm_comm *comm);
     void (*end)(gm_comm *comm); /* after a failure; any thread, many times; may be NULL */
     void (*free)(gm_comm *comm);
@@ -60,7 +61,8 @@ struct gm_comm {
     void (*drop_context)(void *context); /* when no namer will need it; may be NULL */
 };
 
-/* A communicator of `bytes`, all zeros but what this header knows of it.  GM_ERR_ARG for a rank or a size that cannot be. */
+/* A communicator of `bytes`, all zeros but what this header knows of it.  GM_ERR_ARG for a rank or
+ * a size that cannot be. */
 gm_status gm_comm_new(const gm_comm_ops *ops, size_t bytes, int rank, int size, gm_comm **out);
 void gm_comm_release(gm_comm *comm); /* the last of an implementation's free */
 
@@ -69,8 +71,8 @@ size_t gm_comm_element_bytes(const gm_comm_call *call);
 size_t gm_comm_call_bytes(const gm_comm *comm, const gm_comm_call *call);
 /* "reduce_scatter number 7 of 3 x 512 bytes (sum of bf16; gradients of chunk 4, step 3)" */
 void gm_comm_describe(gm_comm *comm, const gm_comm_call *call, char out[GM_COMM_WORDS]);
-/* Records the first failure: "CALL, rank 0 of 3: TEXT", without CALL where call is NULL.  Returns the status of the
- * first failure, its text in gm_last_error(). */
+/* Records the first failure: "CALL, rank 0 of 3: TEXT", without CALL where call is NULL.  Returns
+ * the status of the first failure, its text in gm_last_error(). */
 gm_status gm_comm_break(gm_comm *comm, const gm_comm_call *call, gm_status status,
                         const char *format, ...) __attribute__((format(printf, 4, 5), cold));
 bool gm_comm_has_failed(gm_comm *comm);

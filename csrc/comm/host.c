@@ -1,16 +1,19 @@
-/* host.c - collectives between ranks whose device is the host: bytes travel through the creator's transport,
- * sums are taken here.
+/* host.c - collectives between ranks whose device is the host: bytes travel through the creator's
+ * transport, sums are taken here.
  *
- * 1. A sum is taken in the order of the ranks, for each element on one rank only: 16-bit types and fp32 in fp32,
- *    rounded once at the end, by the arithmetic that adds gradients (grad.c).  The bits are the same on every
- *    rank and in every run, and a NaN is canonical.
- * 2. Before the bytes of a collective, the ranks tell each other which one they are at, what it is for, and the hash of
- *    all before.  Every rank sees the headers of all, so either none or all find a difference; then each tells the
- *    others its words, all fail, by name, and no byte of the range has changed.
- * 3. On a device whose streams run late, each collective waits for the one before (an event), so that all
- *    ranks run them in the order in which they were issued.  They run inside calls of the device, which is where
- *    such a device runs everything; a rank that waits there waits for other processes, never for this one.
- * 4. Memory beside the ranges is bounded by SLICE elements a rank, whatever the size of a collective. */
+ * 1. A sum is taken in the order of the ranks, for each element on one rank only: 16-bit types and
+ *    fp32 in fp32, rounded once at the end, by the arithmetic that adds gradients (grad.c).  The
+ *    bits are the same on every rank and in every run, and a NaN is canonical.
+ * 2. Before the bytes of a collective, the ranks tell each other which one they are at, what it is
+ *    for, and the hash of all before.  Every rank sees the headers of all, so either none or all
+ *    find a difference; then each tells the others its words, all fail, by name, and no byte of the
+ *    range has changed.
+ * 3. On a device whose streams run late, each collective waits for the one before (an event), so
+ *    that all ranks run them in the order in which they were issued.  They run inside calls of the
+ *    device, which is where such a device runs everything; a rank that waits there waits for other
+ *    processes, never for this one.
+ * 4. Memory beside the ranges is bounded by SLICE elements a rank, whatever the size of a
+ *    collective. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -64,8 +67,8 @@ typedef struct words {
     char text[GM_COMM_WORDS];
 } words;
 
-/* What the ranks are at, in the words of each: labels mean what that rank's namer says.  Where one is already gone, in
- * our own words. */
+/* What the ranks are at, in the words of each: labels mean what that rank's namer says.  Where one
+ * is already gone, in our own words. */
 static void tell_words(job *j, const header *headers, words *all)
 {
     host_comm *c = j->comm;
@@ -221,7 +224,8 @@ static void put(const gm_comm_call *call, void *dst, const void *sum, size_t n)
 
 /* ---- ranges of the ranks ---- */
 
-/* Rank r has the elements [r * share, (r + 1) * share) of `total`; the last ones may have fewer, or none. */
+/* Rank r has the elements [r * share, (r + 1) * share) of `total`; the last ones may have fewer, or
+ * none. */
 typedef struct shares {
     size_t share, total;
 } shares;

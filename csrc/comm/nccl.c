@@ -1,22 +1,23 @@
 /* nccl.c - collectives by NCCL, looked up in the copy that torch has loaded.
  *
- * The communicator is a non-blocking one: a call of NCCL that has to meet other ranks returns at once and is
- * waited for here, with an end to the wait.  Work on the device is watched by a thread: a number that each collective
- * leaves in host memory, and NCCL's own asynchronous errors.  Aborting makes the kernels of a collective return, and
- * with them whoever waits for their stream.
+ * The communicator is a non-blocking one: a call of NCCL that has to meet other ranks returns at
+ * once and is waited for here, with an end to the wait.  Work on the device is watched by a thread:
+ * a number that each collective leaves in host memory, and NCCL's own asynchronous errors.
+ * Aborting makes the kernels of a collective return, and with them whoever waits for their stream.
  *
  * Invariants
- *   1. `handle_lock` is held around every call of NCCL that names the handle, and around no other of the driver's: a
- *      thread that waits in the driver does not keep others from aborting.  `lock` is held while flights are read or
- *      written, and taken before.  Neither is held while a failure is recorded, which aborts.
+ *   1. `handle_lock` is held around every call of NCCL that names the handle, and around no other
+ *      of the driver's: a thread that waits in the driver does not keep others from aborting.
+ *      `lock` is held while flights are read or written, and taken before.  Neither is held while a
+ *      failure is recorded, which aborts.
  *   2. Once aborted or destroyed the handle is NULL and never named again.
- *   3. flights[] has the collectives that may still run, oldest first.  A collective waits for the one before it, on
- *      whatever stream, so `done` only grows and says the same of all before; where the ring is full the newest takes
- *      another number.
- *   4. Time runs against the oldest flight only, from when it was issued or became the oldest: a long queue is not
- *      a late rank.  Whoever looks at the time asks the driver nothing and does not wait for `lock`: another thread may be
- *      in the driver, with the driver's own lock and this one, until what is late ends.  Errors of the device are for
- *      those who wait or ask. */
+ *   3. flights[] has the collectives that may still run, oldest first.  A collective waits for the
+ *      one before it, on whatever stream, so `done` only grows and says the same of all before;
+ *      where the ring is full the newest takes another number.
+ *   4. Time runs against the oldest flight only, from when it was issued or became the oldest: a
+ *      long queue is not a late rank.  Whoever looks at the time asks the driver nothing and does
+ *      not wait for `lock`: another thread may be in the driver, with the driver's own lock and
+ *      this one, until what is late ends.  Errors of the device are for those who wait or ask. */
 #define _GNU_SOURCE /* pthread_setname_np, pthread_condattr_setclock */
 #include "comm/comm_impl.h"
 
@@ -343,7 +344,8 @@ static void await_flights(nccl_comm *c, trouble *t)
     pthread_mutex_unlock(&c->lock);
 }
 
-/* The lock of the handle is held, the context current.  NCCL's own farewell, unless something is wrong. */
+/* The lock of the handle is held, the context current.  NCCL's own farewell, unless something is
+ * wrong. */
 static void say_farewell(nccl_comm *c, trouble *t)
 {
     double seconds = c->timeout < FAREWELL_SECONDS ? c->timeout : FAREWELL_SECONDS;

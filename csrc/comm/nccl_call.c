@@ -1,5 +1,5 @@
-/* nccl_call.c - one call of NCCL: in the context of its device, with an end to the wait for it, and with words for what it
- * says. */
+/* nccl_call.c - one call of NCCL: in the context of its device, with an end to the wait for it, and
+ * with words for what it says. */
 #define _GNU_SOURCE /* nanosleep */
 #include "comm/comm_impl.h"
 

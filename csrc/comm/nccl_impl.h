@@ -1,8 +1,8 @@
-/* nccl_impl.h - what the files of an NCCL communicator share: it, and the part of NCCL's interface that is used, 2.18 and
- * newer.
+/* nccl_impl.h - what the files of an NCCL communicator share: it, and the part of NCCL's interface
+ * that is used, 2.18 and newer.
  *
- * NCCL's header is not needed to build: the few types and functions are declared here (ncclConfig_t in its first
- * form, of 2.14, which later versions read by the version that it names). */
+ * NCCL's header is not needed to build: the few types and functions are declared here (ncclConfig_t
+ * in its first form, of 2.14, which later versions read by the version that it names). */
 #pragma once
 
 #include "comm/comm_impl.h"
@@ -95,8 +95,8 @@ void gm_nccl_rest(long nanoseconds);
 /* What NCCL says of a result. */
 void gm_nccl_tell(nccl_comm *c, trouble *t, nccl_result result);
 
-/* In these the lock of the handle is held and the context current.  Waits until NCCL has done on the host what `result`
- * says is in progress. */
+/* In these the lock of the handle is held and the context current.  Waits until NCCL has done on
+ * the host what `result` says is in progress. */
 void gm_nccl_finish(nccl_comm *c, nccl_result result, double seconds, const char *what, trouble *t);
 nccl_result gm_nccl_call(nccl_comm *c, const gm_comm_call *call, CUstream stream);
 void gm_nccl_stop(nccl_comm *c);

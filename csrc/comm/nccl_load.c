@@ -1,5 +1,5 @@
-/* nccl_load.c - looks up NCCL's functions, once, in the copy that torch has loaded if there is one; and what there is
- * of NCCL in a build without CUDA. */
+/* nccl_load.c - looks up NCCL's functions, once, in the copy that torch has loaded if there is one;
+ * and what there is of NCCL in a build without CUDA. */
 #include "comm/comm_impl.h"
 
 #ifdef GM_WITH_CUDA
@@ -37,7 +37,8 @@ static gm_status look_up(void *library)
         void *address = dlsym(library, symbols[i].name);
         GM_FAIL_IF(!address, GM_ERR_UNSUPPORTED,
                    "NCCL: libnccl.so.2 has no %s; 2.18 or newer is needed", symbols[i].name);
-        /* ISO C has no conversion from object to function pointer; POSIX guarantees that the bits agree. */
+        /* ISO C has no conversion from object to function pointer; POSIX guarantees that the bits
+         * agree. */
         memcpy(symbols[i].out, &address, sizeof address);
     }
     nccl_result result = a.get_version(&a.version);
@@ -54,7 +55,8 @@ static gm_status load(const char *path)
     if (is_loaded) {
         return GM_OK;
     }
-    /* Two copies in one process would each take device memory: torch's, wherever it came from, is first. */
+    /* Two copies in one process would each take device memory: torch's, wherever it came from, is
+     * first. */
     void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     if (!library && path) {
         library = dlopen(path, RTLD_NOW | RTLD_LOCAL);

@@ -1,5 +1,6 @@
-/* paper.c - the communicator of an engine on paper (device/paper.h): the other ranks do what this one does, and no byte
- * moves.  So what ranks compare is the same, and the largest of their numbers is this rank's own. */
+/* paper.c - the communicator of an engine on paper (device/paper.h): the other ranks do what this
+ * one does, and no byte moves.  So what ranks compare is the same, and the largest of their numbers
+ * is this rank's own. */
 #include "comm/comm_impl.h"
 
 static gm_status paper_attach(gm_comm *comm, gm_device *dev)

@@ -1,4 +1,5 @@
-/* access.c - reading and writing the fields of one parameter from outside.  All calls may wait for the device. */
+/* access.c - reading and writing the fields of one parameter from outside.  All calls may wait for
+ * the device. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>

@@ -1,11 +1,14 @@
-/* arrive.c - gradients as they arrive from autograd, updates inside the backward that brings them, and their exact norm.
+/* arrive.c - gradients as they arrive from autograd, updates inside the backward that brings them,
+ * and their exact norm.
  *
- * Some parameters never get a gradient.  So a chunk's are complete when as many have come as in the steps before, which
- * ranks know alike: they have compared what came (gradient.c, 3) before a step counts.  Whatever comes later in a pass
- * waits until they have compared again, as it may come on some ranks only, which a collective would wait for.  An update
- * inside the backward needs all, as it would use up what comes too early: else the step makes it.
+ * Some parameters never get a gradient.  So a chunk's are complete when as many have come as in the
+ * steps before, which ranks know alike: they have compared what came (gradient.c, 3) before a step
+ * counts.  Whatever comes later in a pass waits until they have compared again, as it may come on
+ * some ranks only, which a collective would wait for.  An update inside the backward needs all, as
+ * it would use up what comes too early: else the step makes it.
  *
- * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait, gm_engine_sum; sum_at_home, for gradients at home. */
+ * The host may wait in: gm_engine_sumsq, gm_engine_clip_wait, gm_engine_sum; sum_at_home, for
+ * gradients at home. */
 #include "engine/engine_impl.h"
 
 #include <string.h>
@@ -34,8 +37,8 @@ static void count_arrival(gm_engine *engine, gm_param *p, bool *out_complete)
 static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
 {
     gm_chunk_state *state = &engine->chunk_states[chunk];
-    /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that shows them) are
-     * updated by the step itself. */
+    /* Weights that somebody still reads (a node that runs a backward of its own, a tensor that
+     * shows them) are updated by the step itself. */
     bool is_updated = state->update == GM_UPDATE_ARMED && state->n_arrived == state->n_params &&
                       state->n_held == state->n_params; /* none was dropped since */
     if (!is_updated || gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
@@ -243,9 +246,10 @@ static gm_status sum_at_home(gm_engine *engine, const uint32_t *params, uint32_t
     return device->is_host ? GM_OK : device->ops->copy_h2d(device, there, here, sizeof sum, stream);
 }
 
-/* The exact sum of squares of these over all ranks, as the total there, for what `stream` gets from now on.  Where there
- * are ranks their stream has brought the gradients, and it writes all sums: a rank's own ones, behind those the total, and
- * behind that the collective, which is the same whether a rank has waited for some of its gradients or not. */
+/* The exact sum of squares of these over all ranks, as the total there, for what `stream` gets from
+ * now on.  Where there are ranks their stream has brought the gradients, and it writes all sums: a
+ * rank's own ones, behind those the total, and behind that the collective, which is the same
+ * whether a rank has waited for some of its gradients or not. */
 static gm_status sum_all(gm_engine *engine, const uint32_t *params, uint32_t n, gm_stream stream,
                          bool *out_waited)
 {

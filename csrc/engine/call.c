@@ -1,10 +1,12 @@
-/* call.c - how every public call begins and ends: one caller at a time, no dead engine, ended leases first. */
+/* call.c - how every public call begins and ends: one caller at a time, no dead engine, ended
+ * leases first. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Every call asks; every parameter's storage is a lease: they are walked only after one has ended. */
+/* Every call asks; every parameter's storage is a lease: they are walked only after one has
+ * ended. */
 static gm_status free_ended_leases(gm_engine *engine)
 {
     gm_status status = GM_OK;

@@ -1,4 +1,5 @@
-/* clip.c - the factor of a clip, which nobody waits for: kernels read it on the device, updates on the host at home.
+/* clip.c - the factor of a clip, which nobody waits for: kernels read it on the device, updates on
+ * the host at home.
  *
  * Two words take turns, of even and of odd steps, on the device and at home.
  *
@@ -7,12 +8,15 @@
  *     stream               waits for `there`; copies the word home                      -> home
  *     update               waits for `there`; Adam reads the word there
  *     host_stream          waits for `home`; Adam reads the word at home
- *     stream               behind the copy home: updates again what was stepped as if no clip fired, if it did (update.c)
+ *     stream               behind the copy home: updates again what was stepped as if no clip
+ *                          fired, if it did (update.c)
  *
  * Invariants
- *   1. A word is written again behind the last update that reads it: all updates of a step are issued when the next one
- *      begins, where `used` is recorded, and the word is that of the step after it.
- *   2. The host looks at a word once `home` has come, which it asks without waiting (gm_clip_is_known).
+ *   1. A word is written again behind the last update that reads it: all updates of a step are
+ *      issued when the next one begins, where `used` is recorded, and the word is that of the step
+ *      after it.
+ *   2. The host looks at a word once `home` has come, which it asks without waiting
+ *      (gm_clip_is_known).
  *
  * The host waits in: gm_clip_wait. */
 #include "engine/engine_impl.h"

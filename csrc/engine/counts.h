@@ -1,5 +1,5 @@
-/* counts.h - what the engine counts, each of them once: its type, its name here and in Python, and what view.c has for it.
- * Seconds are apart: they are no whole numbers. */
+/* counts.h - what the engine counts, each of them once: its type, its name here and in Python, and
+ * what view.c has for it. Seconds are apart: they are no whole numbers. */
 #pragma once
 
 #define GM_ENGINE_COUNTS(X)                                                                       \

@@ -1,17 +1,19 @@
-/* engine.c - the ground that the engine's other files stand on: shapes, addresses, and how the engine dies; see engine.h.
- * The order of the files, from here up, is in README.md.
+/* engine.c - the ground that the engine's other files stand on: shapes, addresses, and how the
+ * engine dies; see engine.h. The order of the files, from here up, is in README.md.
  *
  * Invariants (of all these files)
- *   1. A parameter's bytes are valid from enter to leave of its unit, from touch to release_touched, and
- *      for the life of a pinned lease; outside, its range may show anything.
- *   2. While a plan is followed, enter, leave, touch and the taking of a gradient allocate nothing, map nothing and
- *      do not wait; what they did of that is counted (n_replay_waits).
+ *   1. A parameter's bytes are valid from enter to leave of its unit, from touch to
+ *      release_touched, and for the life of a pinned lease; outside, its range may show anything.
+ *   2. While a plan is followed, enter, leave, touch and the taking of a gradient allocate nothing,
+ *      map nothing and do not wait; what they did of that is counted (n_replay_waits).
  *   3. Order between streams and the host is kept by the fences of chunk.c and by nothing else.
- *   4. Before a master is read, updated or saved, what was written through watched leases is reconciled.
- *   5. After an error inside a step the engine is dead: every call returns that first error, until it is closed.
+ *   4. Before a master is read, updated or saved, what was written through watched leases is
+ *      reconciled.
+ *   5. After an error inside a step the engine is dead: every call returns that first error, until
+ *      it is closed.
  *   6. A chunk's pending update is issued before its bytes are used (update.c).
- *   7. Device bytes = blocks of the plan + sums + what others of this process hold, each at its peak: the
- *      sum that the plan keeps within the budget. */
+ *   7. Device bytes = blocks of the plan + sums + what others of this process hold, each at its
+ *      peak: the sum that the plan keeps within the budget. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
@@ -40,7 +42,8 @@ void gm_engine_lock(gm_engine *engine)
     pthread_mutex_lock(&engine->lock);
 }
 
-/* The only place that lets the lock go: the thread that writes a checkpoint may wait for that (saving.c). */
+/* The only place that lets the lock go: the thread that writes a checkpoint may wait for that
+ * (saving.c). */
 void gm_engine_unlock(gm_engine *engine)
 {
     pthread_mutex_unlock(&engine->lock);

@@ -1,5 +1,5 @@
-/* engine_impl.h - what the engine's files share: its body and the helpers that each offers the others.
- * Everything here expects the engine's lock to be held.
+/* engine_impl.h - what the engine's files share: its body and the helpers that each offers the
+ * others. Everything here expects the engine's lock to be held.
  *
  * Above the length budget because the engine is one state behind one lock. */
 #pragma once
@@ -34,14 +34,16 @@ typedef enum gm_sum_state {
 typedef struct gm_param {
     gm_engine_param spec;
     gm_param_place place;
-    /* This rank's part: elements [part_first, part_first + part_numel), at part_offset of the shard. */
+    /* This rank's part: elements [part_first, part_first + part_numel), at part_offset of the
+     * shard. */
     uint64_t part_first, part_numel, part_offset;
     gm_grad_state grad; /* written in gradient.c alone */
     gm_sum_state sum;
     uint64_t arrival; /* the pass in which the last gradient arrived */
     uint64_t sums; /* hash of the numbers of the reductions that brought it since the drop, or 0 */
-    /* This rank's weights, and behind them their low parts, as the last update or the last master written has left them;
-     * NULL: nobody has written weights since, or they were bf16 whose low parts are all 0. */
+    /* This rank's weights, and behind them their low parts, as the last update or the last master
+     * written has left them; NULL: nobody has written weights since, or they were bf16 whose low
+     * parts are all 0. */
     uint8_t *before;
     uint64_t n_found;  /* writes of the weight that comparison has found (watch.c) */
     bool is_low_given; /* low parts were written since, for any weight whose master they can be */
@@ -62,7 +64,8 @@ struct gm_lease {
 /* What the gradients of a task are multiplied by. */
 typedef enum gm_factor {
     GM_FACTOR_KNOWN, /* the factor of each range */
-    GM_FACTOR_LATE, /* the step's clip, read when the task runs: the host has not seen it (clip.c) */
+    /* The step's clip, read when the task runs: the host has not seen it (clip.c). */
+    GM_FACTOR_LATE,
     GM_FACTOR_REDO, /* the same, and the task has nothing to do if that did not fire */
 } gm_factor;
 
@@ -73,8 +76,8 @@ typedef enum gm_run {
     GM_RUN_DROPPED, /* likewise, and its result is not wanted: it need not begin */
 } gm_run;
 
-/* One chunk's update in one step.  Two per chunk take turns, because the host may prepare a step while the host
- * update of the last one has not run yet; a third one is for what is speculated. */
+/* One chunk's update in one step.  Two per chunk take turns, because the host may prepare a step
+ * while the host update of the last one has not run yet; a third one is for what is speculated. */
 typedef struct gm_task {
     gm_engine *engine;
     gm_adam_args args;
@@ -101,7 +104,8 @@ typedef enum gm_result_state {
     GM_N_RESULT_STATES
 } gm_result_state;
 
-/* How many of something a step has, as far as the steps before tell: the most, until some steps in a row had fewer. */
+/* How many of something a step has, as far as the steps before tell: the most, until some steps in
+ * a row had fewer. */
 typedef struct gm_habit {
     uint32_t now, most, n_fewer; /* since the last step; 0: not known yet; steps in a row */
 } gm_habit;
@@ -224,8 +228,8 @@ typedef struct gm_updates {
 
 typedef struct gm_weights {
     uint64_t n_gathers, gathered_bytes;
-    /* With more ranks than one: the plan that orders collectives.  It is the plan that is followed, unless this rank had
-     * to leave that. */
+    /* With more ranks than one: the plan that orders collectives.  It is the plan that is followed,
+     * unless this rank had to leave that. */
     gm_plan *collectives;
     uint32_t *owners; /* (its blocks,) chunk whose gathered weights are there, or GM_NO_OWNER */
 } gm_weights;
@@ -449,8 +453,9 @@ static inline bool gm_stays(const gm_engine *engine, uint32_t chunk)
 #define GM_NO_OP    UINT32_MAX
 
 enum { GM_STAGING_BYTES = 16 << 20 };
-/* Behind the sums of parameters and that of gradients at home: the sum of all these, as many gm_sumsq for numbers that
- * ranks tell each other (ranks.c), and as many for the words of clip.c. */
+/* Behind the sums of parameters and that of gradients at home: the sum of all these, as many
+ * gm_sumsq for numbers that ranks tell each other (ranks.c), and as many for the words of
+ * clip.c. */
 enum { GM_RANKS_SUMS = 8, GM_CLIP_SUMS = 4 };
 
 static inline size_t gm_sums_total(const gm_engine *engine)
@@ -539,7 +544,8 @@ gm_status gm_ranks_check(const gm_engine *engine);
 gm_status gm_ranks_settle(gm_engine *engine);
 /* Each value becomes the largest that any rank has; all ranks call it with the same n, and wait. */
 gm_status gm_ranks_max(gm_engine *engine, uint64_t *values, size_t n);
-/* All ranks have issued the same collectives so far, and these are over; else it is the end of the communicators. */
+/* All ranks have issued the same collectives so far, and these are over; else it is the end of the
+ * communicators. */
 gm_status gm_ranks_agree(gm_engine *engine);
 /* "... on ranks 0, 2, ... on rank 1": what each rank has for its value.  Likewise. */
 gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
@@ -548,7 +554,8 @@ gm_status gm_ranks_tell(gm_engine *engine, uint64_t value,
                         char *out, size_t bytes);
 /* Once a step, without waiting: *out is whether any rank had a wish at the last one. */
 gm_status gm_ranks_wish(gm_engine *engine, bool wish, bool *out);
-/* The total there, that ranks.stream has left, becomes the sum over the ranks, for what `stream` gets from now on. */
+/* The total there, that ranks.stream has left, becomes the sum over the ranks, for what `stream`
+ * gets from now on. */
 gm_status gm_ranks_sum(gm_engine *engine, gm_stream stream);
 
 /* saving.c */
@@ -559,19 +566,21 @@ gm_status gm_saving_begin(gm_engine *engine, const uint32_t *params, uint32_t n,
 void gm_saving_done(gm_engine *engine, uint32_t chunk);    /* it has been written */
 void gm_saving_end(gm_engine *engine, gm_saving_use *out); /* written or not; out may be NULL */
 gm_status gm_saving_check(gm_engine *engine);              /* why it cannot be right any more */
-/* Copies the chunk if it is still to be written, and may wait for the writer: what the chunk table calls before weights or
- * states change (context: the engine), and who lets others write where the table does not see it. */
+/* Copies the chunk if it is still to be written, and may wait for the writer: what the chunk table
+ * calls before weights or states change (context: the engine), and who lets others write where the
+ * table does not see it. */
 gm_status gm_saving_keep(void *context, uint32_t chunk);
 gm_status gm_saving_keep_at_once(gm_engine *engine, uint32_t chunk); /* the same, without waiting */
 /* A unit has changed the weight on the device; the chunk table has not been told yet. */
 void gm_saving_note_unseen(gm_engine *engine, uint32_t param);
 bool gm_saving_is_unseen(const gm_engine *engine, uint32_t chunk); /* due, and that has happened */
-/* For the writer alone, without the engine's lock (as gm_engine_save_next): how it gets at a chunk.  It waits for the
- * engine's lock as long as no chunk has a copy, and has to unlock it then. */
+/* For the writer alone, without the engine's lock (as gm_engine_save_next): how it gets at a chunk.
+ * It waits for the engine's lock as long as no chunk has a copy, and has to unlock it then. */
 typedef enum gm_saving_way {
     GM_SAVING_LOCKED,
     GM_SAVING_COPIED,
-    GM_SAVING_OTHERS_FIRST, /* those that have copies: a thread with the lock may wait for their memory */
+    /* Those that have copies: a thread with the lock may wait for their memory. */
+    GM_SAVING_OTHERS_FIRST,
 } gm_saving_way;
 gm_status gm_saving_reach(gm_engine *engine, uint32_t chunk, gm_saving_way *out,
                           const uint8_t **out_weights, const uint8_t **out_states);
@@ -588,7 +597,8 @@ gm_status gm_clip_note_issued(gm_engine *engine); /* all updates of the last ste
 /* Without waiting: the factor of the step's clip has come home. */
 bool gm_clip_is_known(gm_engine *engine, uint64_t step, float *out_scale);
 gm_status gm_clip_wait(gm_engine *engine, uint64_t step, gm_clip *out);
-/* Work that `stream` gets from now on may read the factor of the last step at *out, on the device or at home. */
+/* Work that `stream` gets from now on may read the factor of the last step at *out, on the device
+ * or at home. */
 gm_status gm_clip_order(gm_engine *engine, bool is_at_home, gm_stream stream, const float **out);
 
 /* stage.c */
@@ -619,8 +629,9 @@ gm_status gm_field_write(gm_engine *engine, gm_param *p, gm_field field, const v
 /* The same, written; not of a gradient, nor of a weight with a low part. */
 gm_status gm_field_fill(gm_engine *engine, gm_param *p, gm_field field, uint64_t first, uint64_t n,
                         gm_dtype source, const void *src, gm_stream stream);
-/* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows.  Where they are others
- * than the last update has left they are their own master, and where they are these again they have theirs again. */
+/* The part's weights now hold new bytes (`weight`), before they held `old`: the master follows.
+ * Where they are others than the last update has left they are their own master, and where they are
+ * these again they have theirs again. */
 gm_status gm_field_reset_low(gm_engine *engine, gm_param *p, const void *old, const void *weight,
                              gm_stream stream);
 /* Weights and low parts are others now: what is written from here on is compared with these. */
@@ -635,8 +646,8 @@ void gm_watch_add(gm_engine *engine, gm_lease *lease);
 void gm_watch_note_pin(gm_engine *engine, gm_lease *lease); /* its chunk is pinned for it */
 void gm_watch_wait(const gm_engine *engine); /* for what still uses what leases have pinned */
 void gm_watch_note_ended(gm_engine *engine); /* a lease, or more; takes no lock */
-/* Takes those that have ended off the list, one by one, after a last look at what was written: *at begins with
- * first_ended() and is NULL at the end.  *out: NULL, or the caller's. */
+/* Takes those that have ended off the list, one by one, after a last look at what was written: *at
+ * begins with first_ended() and is NULL at the end.  *out: NULL, or the caller's. */
 gm_lease **gm_watch_first_ended(gm_engine *engine);
 gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out);
 bool gm_watch_is_any(const gm_engine *engine);
@@ -652,7 +663,8 @@ gm_status gm_watch_look_at(gm_engine *engine, uint32_t param, gm_stream stream);
 void gm_watch_note_seen(gm_engine *engine, uint32_t param, const void *weight);
 /* The engine itself has written weights: later looks compare with what is there now. */
 gm_status gm_watch_renew(gm_engine *engine);
-/* The open pass is about to end: what leases still show is in use to its end, as the trace shall know. */
+/* The open pass is about to end: what leases still show is in use to its end, as the trace shall
+ * know. */
 void gm_watch_note_pass_end(gm_engine *engine);
 
 /* gathered.c */
@@ -707,7 +719,8 @@ void gm_speculation_note_result(gm_engine *engine, uint32_t chunk);
 void gm_speculation_drop(gm_engine *engine); /* the results that no pending update wants */
 /* Whether this task would give the result that there is. */
 bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task *task);
-/* Whether there was a result of this task, in the spares: it is not to run.  There is no result any more. */
+/* Whether there was a result of this task, in the spares: it is not to run.  There is no result any
+ * more. */
 bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_forget(gm_engine *engine);
 
@@ -728,20 +741,22 @@ void gm_update_forget_all(gm_engine *engine); /* those that wait; those that run
 bool gm_update_is_done(const gm_engine *engine, uint32_t chunk); /* inside the armed backward */
 /* Backward needs the weights: the engine dies if that backward has updated them. */
 gm_status gm_update_check_reuse(gm_engine *engine, uint32_t chunk);
-/* Somebody else wants a part of the chunk: an error between its update inside backward and the step. */
+/* Somebody else wants a part of the chunk: an error between its update inside backward and the
+ * step. */
 gm_status gm_update_check_between(const gm_engine *engine, uint32_t chunk);
 
 /* weights.c */
 void gm_weights_free(gm_engine *engine);
-/* Pins what tensors show of the chunk.  is_use: by a unit or a backward node, which all ranks begin and end alike;
- * leases end when they like. */
+/* Pins what tensors show of the chunk.  is_use: by a unit or a backward node, which all ranks begin
+ * and end alike; leases end when they like. */
 gm_status gm_weights_pin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
 gm_status gm_weights_unpin(gm_engine *engine, uint32_t chunk, gm_stream stream, bool is_use);
 /* The use will be tried again: what was gathered for it is not gathered twice. */
 gm_status gm_weights_unpin_for_retry(gm_engine *engine, uint32_t chunk, gm_stream stream);
 /* Gathers now what a plan wants soon. */
 gm_status gm_weights_prefetch(gm_engine *engine, uint32_t chunk);
-/* The order of gatherings follows the plan from here on, which must outlive it; or, on demand again, no plan. */
+/* The order of gatherings follows the plan from here on, which must outlive it; or, on demand
+ * again, no plan. */
 gm_status gm_weights_adopt(gm_engine *engine, gm_plan *plan);
 void gm_weights_renew(gm_engine *engine, gm_plan *plan); /* the same places and operations */
 gm_status gm_weights_forget_all(gm_engine *engine);
@@ -792,19 +807,21 @@ void gm_inputs_correct_rate(gm_engine *engine, double seen);
 enum { GM_MOST_TRIES = 4 }; /* of plans that do not fit what the device has by now */
 gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in);
 void gm_inputs_free(gm_inputs *in);
-/* Blocks that a plan may have: what the budget and the device leave beside everything else at its peak. */
+/* Blocks that a plan may have: what the budget and the device leave beside everything else at its
+ * peak. */
 size_t gm_inputs_device_bytes(gm_engine *engine);
 
 /* planner_ranks.c */
-/* With several ranks, after a step: plans and adopts, if there is something to plan.  An error is one of the ranks',
- * and ends the run; where there is no plan, there is no error. */
+/* With several ranks, after a step: plans and adopts, if there is something to plan.  An error is
+ * one of the ranks', and ends the run; where there is no plan, there is no error. */
 gm_status gm_planner_ranks_run(gm_engine *engine);
 
 /* planner.c */
 /* After a step: plans and adopts, if there is something to plan. */
 gm_status gm_planner_run(gm_engine *engine);
 bool gm_planner_is_settling(const gm_engine *engine); /* no plan, or another follows soon */
-/* A schedule for a pass that the plan does not know, in the same places; without one it runs on demand. */
+/* A schedule for a pass that the plan does not know, in the same places; without one it runs on
+ * demand. */
 void gm_planner_learn(gm_engine *engine, const gm_trace *trace);
 
 /* pass.c */
@@ -813,7 +830,8 @@ void gm_pass_free(gm_engine *engine);
 gm_status gm_pass_tick(gm_engine *engine, gm_tick_kind kind, uint32_t id, gm_stream stream);
 gm_status gm_pass_enter(gm_engine *engine, uint32_t unit, gm_stream stream, uint32_t flags);
 void gm_pass_end(gm_engine *engine);
-/* The tick is recorded; the caller may try again at once, when there is room.  has_tick: what failed came after it. */
+/* The tick is recorded; the caller may try again at once, when there is room.  has_tick: what
+ * failed came after it. */
 void gm_pass_note_refusal(gm_engine *engine, gm_tick_kind kind, uint32_t id, bool has_tick,
                           gm_status status);
 void gm_pass_begin_armed(gm_engine *engine); /* the backward's arrivals are counted from here */

@@ -1,13 +1,15 @@
-/* field.c - the bytes of one parameter's fields (weight, master, moments, gradient), wherever they are.
+/* field.c - the bytes of one parameter's fields (weight, master, moments, gradient), wherever they
+ * are.
  *
- * A master is (weight, low part); whatever changes one of the two goes through here, so that they never
- * disagree.  All calls may wait for the device. */
+ * A master is (weight, low part); whatever changes one of the two goes through here, so that they
+ * never disagree.  All calls may wait for the device. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Elements of a master on their way to the device: weights and low parts have at most 4 bytes each. */
+/* Elements of a master on their way to the device: weights and low parts have at most 4 bytes
+ * each. */
 enum { SLICE = GM_STAGING_BYTES / 8 };
 
 gm_slice gm_field_slice(const gm_engine *engine, const gm_param *p, gm_field field)
@@ -58,8 +60,9 @@ static gm_status write_slice(gm_engine *engine, const gm_param *p, gm_field fiel
     return gm_chunks_write(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, src, stream);
 }
 
-/* Two scratch arrays for `n` elements of a parameter: weight and low part.  Not one: malloc keeps a freed piece that is
- * larger than any before it for the process, and this is the largest that a save asks for. */
+/* Two scratch arrays for `n` elements of a parameter: weight and low part.  Not one: malloc keeps a
+ * freed piece that is larger than any before it for the process, and this is the largest that a
+ * save asks for. */
 static gm_status scratch_new(const gm_param *p, uint64_t n, uint8_t **out_weight, uint8_t **out_low)
 {
     *out_weight = malloc(n * p->spec.weight_bytes + 1);
@@ -198,8 +201,8 @@ static gm_status write_master(gm_engine *engine, gm_param *p, const float *src, 
     return status;
 }
 
-/* bf16 weights that lack nothing: whatever is written to them lacks nothing either, and nothing of them can come back.
- * So loading before the first update keeps nothing. */
+/* bf16 weights that lack nothing: whatever is written to them lacks nothing either, and nothing of
+ * them can come back. So loading before the first update keeps nothing. */
 static bool is_own_master(const gm_param *p, const uint8_t *low)
 {
     size_t n = p->part_numel * gm_low_bytes(&p->spec);

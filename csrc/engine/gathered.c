@@ -1,4 +1,5 @@
-/* gathered.c - the gathered weights of a chunk: which state they are in, and those that wait on the host.
+/* gathered.c - the gathered weights of a chunk: which state they are in, and those that wait on the
+ * host.
  *
  *                  gather                       update, write
  *            NONE --------> HELD ----------------------------------> OLD
@@ -6,13 +7,14 @@
  *                    spill v  | | their place is taken in use         |
  *                       SPILLED '-----------------------> ENDING -----' update, write
  *
- * HELD, SPILLED and ENDING are what a use needs.  What is OLD is gathered anew, and what is SPILLED brought back: both are
- * HELD then.  ENDING and OLD end with the last use, HELD with it on demand, or when another chunk takes its place.  What
- * ends is NONE or, as long as leases show it, LEASED; so is what is gathered on demand for a lease.
+ * HELD, SPILLED and ENDING are what a use needs.  What is OLD is gathered anew, and what is SPILLED
+ * brought back: both are HELD then.  ENDING and OLD end with the last use, HELD with it on demand,
+ * or when another chunk takes its place.  What ends is NONE or, as long as leases show it, LEASED;
+ * so is what is gathered on demand for a lease.
  *
- * Under a plan gathered weights stay until another chunk is gathered over them, which is decided for all ranks alike
- * (weights.c, invariant 1).  A rank that has left the plan's placement may need their blocks before: it keeps the bytes
- * here, and the others do not notice.
+ * Under a plan gathered weights stay until another chunk is gathered over them, which is decided
+ * for all ranks alike (weights.c, invariant 1).  A rank that has left the plan's placement may need
+ * their blocks before: it keeps the bytes here, and the others do not notice.
  *
  * The host waits in: gm_gathered_spill_one, gm_gathered_bring_back. */
 #include "engine/engine_impl.h"

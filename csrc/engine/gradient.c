@@ -1,31 +1,36 @@
 /* gradient.c - the gradient of a chunk: packing what has arrived, and the sum over the ranks.
  *
- * A gradient is torch's memory and may be reused behind the work of the caller's stream: it is packed into the chunk's
- * own gradient on that stream, and never crosses to another.  The same kernel leaves the exact sum of squares of
- * what it wrote, once somebody has asked for the norm.
+ * A gradient is torch's memory and may be reused behind the work of the caller's stream: it is
+ * packed into the chunk's own gradient on that stream, and never crosses to another.  The same
+ * kernel leaves the exact sum of squares of what it wrote, once somebody has asked for the norm.
  *
- *            arrives               sum over ranks              update inside the backward, or the step that this announced
+ *            arrives               sum over ranks              update inside the backward, or the
+ *                                  step that this announced
  *     NONE -----------> ARRIVED ---------------------> REDUCED ---------------------------> USED_UP
  *                                                       |   ^
  *                                    another arrives    v   |    sum over ranks
  *                                                      GROWING
  *
- * One rank has no sum: what arrives is REDUCED at once, as is what is written from outside.  A drop leads from each
- * state to NONE, and it alone from USED_UP; but where no update ran inside the backward the bytes are still there, and
- * gm_engine_keep_grads leads back to REDUCED.
+ * One rank has no sum: what arrives is REDUCED at once, as is what is written from outside.  A drop
+ * leads from each state to NONE, and it alone from USED_UP; but where no update ran inside the
+ * backward the bytes are still there, and gm_engine_keep_grads leads back to REDUCED.
  *
  * Invariants, with several ranks
- *   1. Every sum is issued on comm_stream, in an order that is the same on all ranks (invariants 1 and 2 of weights.c).
- *   2. Unreduced gradients are pinned from the first one until their reduction: nobody evicts a transient piece.
- *   3. A gradient that some rank has and another has not in the same reduction is lost to the one that has not.  So
- *      each parameter keeps a hash of its reductions, which ranks compare before a step or a norm (agreement.py).
- *   4. Gradients are divided by the power of two in the number of ranks before the sum, which is exact and keeps
- *      16-bit sums in range, and by the rest after it.
- *   5. Gradients that wait for others of their chunk take at most unreduced_limit bytes, a number that the ranks share: how
- *      many chunks a backward has begun at a time is the model's business, and some gradients never come.
+ *   1. Every sum is issued on comm_stream, in an order that is the same on all ranks (invariants 1
+ *      and 2 of weights.c).
+ *   2. Unreduced gradients are pinned from the first one until their reduction: nobody evicts a
+ *      transient piece.
+ *   3. A gradient that some rank has and another has not in the same reduction is lost to the one
+ *      that has not.  So each parameter keeps a hash of its reductions, which ranks compare before
+ *      a step or a norm (agreement.py).
+ *   4. Gradients are divided by the power of two in the number of ranks before the sum, which is
+ *      exact and keeps 16-bit sums in range, and by the rest after it.
+ *   5. Gradients that wait for others of their chunk take at most unreduced_limit bytes, a number
+ *      that the ranks share: how many chunks a backward has begun at a time is the model's
+ *      business, and some gradients never come.
  *
- * The host may wait in: add_at_home (a gradient that is added to one at home, on demand); and on demand where a piece is
- * released. */
+ * The host may wait in: add_at_home (a gradient that is added to one at home, on demand); and on
+ * demand where a piece is released. */
 #include "engine/engine_impl.h"
 
 static const bool may_move[GM_N_GRAD_STATES][GM_N_GRAD_STATES] = {
@@ -58,7 +63,8 @@ static void outdate_sum(gm_param *p)
 
 /* ---- this rank's part ---- */
 
-/* Device memory -> home through the staging area, converting and adding on the host, slice by slice. */
+/* Device memory -> home through the staging area, converting and adding on the host, slice by
+ * slice. */
 static gm_status add_at_home(gm_engine *engine, uint32_t chunk, gm_grad_add_args *args,
                              gm_stream stream)
 {
@@ -164,7 +170,8 @@ static gm_status forget_unreduced(gm_engine *engine, uint32_t chunk)
     return gm_chunks_discard(engine->chunks, chunk, GM_UNREDUCED);
 }
 
-/* Gradients that have not come count as zeros.  What lies between parameters is summed as it is: nobody reads it. */
+/* Gradients that have not come count as zeros.  What lies between parameters is summed as it is:
+ * nobody reads it. */
 static gm_status fill_absent(gm_engine *engine, uint32_t chunk, size_t width)
 {
     const gm_chunk_state *state = &engine->chunk_states[chunk];

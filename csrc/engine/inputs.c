@@ -1,4 +1,5 @@
-/* inputs.c - what a plan is made from: chunks, the passes since the last step, and the bytes that it may have. */
+/* inputs.c - what a plan is made from: chunks, the passes since the last step, and the bytes that
+ * it may have. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -35,9 +36,9 @@ void gm_inputs_forget_runs(gm_engine *engine)
     engine->inputs.runs.n = 0;
 }
 
-/* Start-up measures that rate with nothing but copies beside it, in memory that is warm.  In a step Adam on the host is
- * hardly faster when nothing is copied: it shares its cores and caches with the threads that feed the device all the
- * time.  So what steps have shown stands for both. */
+/* Start-up measures that rate with nothing but copies beside it, in memory that is warm.  In a step
+ * Adam on the host is hardly faster when nothing is copied: it shares its cores and caches with the
+ * threads that feed the device all the time.  So what steps have shown stands for both. */
 void gm_inputs_correct_rate(gm_engine *engine, double seen)
 {
     gm_rates *rates = &engine->inputs.rates;
@@ -100,8 +101,8 @@ static gm_status describe_chunks(gm_engine *engine, gm_inputs *in)
     return GM_OK;
 }
 
-/* The passes since the last step, then every other trace (evaluation), which does not decide; without those where
- * only replicas plan together, of which each may evaluate alone. */
+/* The passes since the last step, then every other trace (evaluation), which does not decide;
+ * without those where only replicas plan together, of which each may evaluate alone. */
 static void list_traces(gm_engine *engine, gm_inputs *in)
 {
     uint32_t n = 0;

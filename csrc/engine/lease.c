@@ -1,8 +1,9 @@
 /* lease.c - the life of one storage that shows a parameter, and what is written through it.
  *
- * While units or backward nodes use the storage they have the chunk pinned; a storage that outlives them, or that was
- * made outside them, pins it itself.  A lease ends on any thread, at any moment (a tensor's deleter): ending only sets a flag and drops a
- * reference.  The engine's next call, on whatever thread, does the rest: compares, unpins, frees. */
+ * While units or backward nodes use the storage they have the chunk pinned; a storage that outlives
+ * them, or that was made outside them, pins it itself.  A lease ends on any thread, at any moment
+ * (a tensor's deleter): ending only sets a flag and drops a reference.  The engine's next call, on
+ * whatever thread, does the rest: compares, unpins, frees. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>

@@ -182,8 +182,9 @@ static gm_status make_arena(gm_engine *engine, size_t home_bytes)
     return GM_OK;
 }
 
-/* Blocks for everything that stays on the device, and with several ranks for a quarter of the weights and gradients that
- * are whole there for a moment: one module's are what a pass cannot do without. */
+/* Blocks for everything that stays on the device, and with several ranks for a quarter of the
+ * weights and gradients that are whole there for a moment: one module's are what a pass cannot do
+ * without. */
 static size_t bytes_wanted(const gm_engine *engine)
 {
     size_t own = engine->inputs.slack_bytes, whole = 0;
@@ -208,8 +209,8 @@ static gm_status make_resident(gm_engine *engine, bool is_all)
     return status;
 }
 
-/* Chunks that all fit begin on the device, and get homes when one of them has to go.  Else they begin at home, but for
- * those that have none. */
+/* Chunks that all fit begin on the device, and get homes when one of them has to go.  Else they
+ * begin at home, but for those that have none. */
 static gm_status give_places(gm_engine *engine)
 {
     size_t free_bytes = SIZE_MAX, total_bytes, limit = gm_room_limit(engine);

@@ -1,7 +1,8 @@
-/* names.c - what texts call units and chunks: "unit layers.4", "chunk 12 (units layers.3 to layers.4)".
+/* names.c - what texts call units and chunks: "unit layers.4", "chunk 12 (units layers.3 to
+ * layers.4)".
  *
- * Communicators ask late, after the engine's end and on any thread: each of them holds a reference.  Nothing changes
- * after gm_names_new(). */
+ * Communicators ask late, after the engine's end and on any thread: each of them holds a reference.
+ * Nothing changes after gm_names_new(). */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>

@@ -1,11 +1,13 @@
 /* pass.c - cutting what happens into passes and ticks, and doing at each tick what the plan wants.
  *
- * Where a pass begins is inferred, because nobody says so: at the first unit entered outside backward after a backward,
- * after a step, when the mode (gradients enabled) changes, or when the unit that began the pass is entered again with
- * no unit open.  A wrong cut costs speed, never bits: traces are then shorter or longer, and operations are wishes.
+ * Where a pass begins is inferred, because nobody says so: at the first unit entered outside
+ * backward after a backward, after a step, when the mode (gradients enabled) changes, or when the
+ * unit that began the pass is entered again with no unit open.  A wrong cut costs speed, never
+ * bits: traces are then shorter or longer, and operations are wishes.
  *
- * Every operation is a wish: it is dropped when it holds already, or when the blocks it needs are in use; whoever then
- * needs the bytes gets them on demand.  So a pass may deviate from its trace at any tick, and stays right. */
+ * Every operation is a wish: it is dropped when it holds already, or when the blocks it needs are
+ * in use; whoever then needs the bytes gets them on demand.  So a pass may deviate from its trace
+ * at any tick, and stays right. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -45,7 +47,8 @@ void gm_pass_end(gm_engine *engine)
     if (!engine->room.plan) {
         gm_room_want_plan(engine, true);
     } else if (!gm_plan_knows(engine->room.plan, trace->hash)) {
-        /* A schedule without collectives is one rank's business; others are made by all, with the next plan. */
+        /* A schedule without collectives is one rank's business; others are made by all, with the
+         * next plan. */
         gm_room_want_plan(engine, trace->has_backward || engine->ranks.n_shards > 1);
         if (engine->ranks.n_shards == 1) {
             gm_planner_learn(engine, trace);
@@ -139,7 +142,8 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
     bool is_done;
     switch (op->kind) {
     case GM_OP_FETCH:
-        /* A pending host update rewrites the home first; one on the device comes after the fetch. */
+        /* A pending host update rewrites the home first; one on the device comes after the
+         * fetch. */
         GM_TRY(gm_update_issue(engine, op->chunk));
         return gm_chunks_prefetch(chunks, op->chunk, GM_WEIGHT, &is_done);
     case GM_OP_SPECULATE: return gm_update_speculate(engine, op->chunk);
@@ -153,7 +157,8 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
     }
 }
 
-/* The operations of a tick from number `first` on; one that finds no room is the next_op of a retry. */
+/* The operations of a tick from number `first` on; one that finds no room is the next_op of a
+ * retry. */
 static gm_status run_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick, uint32_t first)
 {
     uint32_t n;

@@ -1,4 +1,5 @@
-/* planner_ranks.c - one plan for several ranks: what each must know of the others before, and adopting it together. */
+/* planner_ranks.c - one plan for several ranks: what each must know of the others before, and
+ * adopting it together. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>
@@ -117,7 +118,8 @@ static gm_status refuse_passes(gm_engine *engine, const gm_inputs *in, uint64_t 
                    said, rule);
 }
 
-/* The traces with the longest times and the most memory of all ranks: copies, to be freed with `in`. */
+/* The traces with the longest times and the most memory of all ranks: copies, to be freed with
+ * `in`. */
 static gm_status join_traces(gm_engine *engine, gm_inputs *in, size_t n_ticks)
 {
     enum { N = 3 };

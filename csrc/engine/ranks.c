@@ -1,17 +1,20 @@
-/* ranks.c - this rank among the others: the communicators' life, what a collective is for, and the numbers that ranks
- * must know of each other: the largest of theirs, and sums.
+/* ranks.c - this rank among the others: the communicators' life, what a collective is for, and the
+ * numbers that ranks must know of each other: the largest of theirs, and sums.
  *
- * A largest value is the same on every rank whatever the order, so what is decided from it is, too.  Numbers are
- * unsigned; of doubles that are not negative the bits have their order, and ~value gives the smallest value where value
- * gives the largest.
+ * A largest value is the same on every rank whatever the order, so what is decided from it is, too.
+ * Numbers are unsigned; of doubles that are not negative the bits have their order, and ~value
+ * gives the smallest value where value gives the largest.
  *
  * Invariants
  *   1. Every call is made by all ranks, at the same place in the order of collectives.
- *   2. A wish is answered one step later, on every rank at the same step: nobody waits for the slowest rank.
- *   3. A collective that fails lets what waits for it go on, with bytes that are no longer right.  The failure is recorded
- *      before that, so whoever gives bytes away that a fence has let through asks gm_ranks_check first.
+ *   2. A wish is answered one step later, on every rank at the same step: nobody waits for the
+ *      slowest rank.
+ *   3. A collective that fails lets what waits for it go on, with bytes that are no longer right.
+ *      The failure is recorded before that, so whoever gives bytes away that a fence has let
+ *      through asks gm_ranks_check first.
  *
- * The host waits in: gm_ranks_max, gm_ranks_agree, gm_ranks_settle; gm_ranks_wish, for what was issued a step ago. */
+ * The host waits in: gm_ranks_max, gm_ranks_agree, gm_ranks_settle; gm_ranks_wish, for what was
+ * issued a step ago. */
 #include "engine/engine_impl.h"
 
 #include <stdio.h>

@@ -1,18 +1,18 @@
 /* rates.c - measures copies, Adam on the host and on the device, and what they cost each other.
  *
- * Copies are rows of pieces with a timed event after each; a row runs alone, both ways, or both ways
- * beside Adam on the host's threads.  What runs at the same time is compared over the time in which all of
- * it ran.  Every figure is the median of some rounds, after a first one that does not count (page tables,
- * caches and clocks are cold then).
+ * Copies are rows of pieces with a timed event after each; a row runs alone, both ways, or both
+ * ways beside Adam on the host's threads.  What runs at the same time is compared over the time in
+ * which all of it ran.  Every figure is the median of some rounds, after a first one that does not
+ * count (page tables, caches and clocks are cold then).
  *
- * 1. Whatever was taken (blocks, pinned memory, streams, events) is given back, on failure too, and not
- *    before the work that uses it is done.
- * 2. Rates are positive and finite, also on a device that does all work when it is issued: there, what
- *    shares the time takes turns, and a share of it is the figure.
+ * 1. Whatever was taken (blocks, pinned memory, streams, events) is given back, on failure too, and
+ *    not before the work that uses it is done.
+ * 2. Rates are positive and finite, also on a device that does all work when it is issued: there,
+ *    what shares the time takes turns, and a share of it is the figure.
  * 3. Nothing is faster in company than alone: where chance says so, the lesser figure is kept.
  *
- * Every figure goes round through as much memory as there is, since caches may hold hundreds of MiB, and
- * chunks come from memory. */
+ * Every figure goes round through as much memory as there is, since caches may hold hundreds of
+ * MiB, and chunks come from memory. */
 #include "engine/engine.h"
 
 #include <math.h>
@@ -113,7 +113,8 @@ static gm_status take_device_memory(bench *b)
     GM_TRY(ops->range_new(b->device, b->device_bytes, &b->addr));
     b->range_bytes = b->device_bytes;
     GM_TRY(ops->map(b->device, b->addr, b->blocks, b->n_blocks));
-    /* finite, normal, positive numbers in every dtype, so that Adam computes as it does in training */
+    /* finite, normal, positive numbers in every dtype, so that Adam computes as it does in
+     * training */
     GM_TRY(ops->fill(b->device, b->addr, 0x3c, b->device_bytes, 0));
     return ops->stream_sync(b->device, 0);
 }
@@ -224,7 +225,8 @@ static gm_status issue_piece(bench *b, lane *way, size_t i)
     return ops->event_record(b->device, way->done[i], way->stream);
 }
 
-/* n_in and n_out pieces, both ways at once; *start is the host's clock at `begin`.  Does not wait for them. */
+/* n_in and n_out pieces, both ways at once; *start is the host's clock at `begin`.  Does not wait
+ * for them. */
 static gm_status issue_row(bench *b, size_t n_in, size_t n_out, double *start)
 {
     const gm_device_ops *ops = b->device->ops;

@@ -1,5 +1,5 @@
-/* room.c - the engine's share of the device: what chunks may take beside others of this process, whatever it takes to
- * have a piece there, and giving room back.
+/* room.c - the engine's share of the device: what chunks may take beside others of this process,
+ * whatever it takes to have a piece there, and giving room back.
  *
  * Invariant 7 of engine.c is kept here and by the plan. */
 #include "engine/engine_impl.h"

@@ -61,7 +61,8 @@ void gm_speculation_init(gm_engine *engine, const gm_engine_options *options)
 {
     engine->speculation.host_budget = options->host_budget;
     engine->speculation.limit = SIZE_MAX;
-    /* Of what the host has, whole or shared out to ranks, the rest is for loaders and checkpoints. */
+    /* Of what the host has, whole or shared out to ranks, the rest is for loaders and
+     * checkpoints. */
     engine->speculation.divisor =
         options->host_budget == SIZE_MAX || options->host_budget > options->host_limit ? 2 : 1;
     engine->speculation.patience = PATIENCE;

@@ -1,17 +1,22 @@
-/* stage.c - the streamed update: a chunk's states pass through the device slice by slice, so that however large a
- * parameter is, a little memory suffices and the copies of both directions and Adam overlap.
+/* stage.c - the streamed update: a chunk's states pass through the device slice by slice, so that
+ * however large a parameter is, a little memory suffices and the copies of both directions and Adam
+ * overlap.
  *
- * The stage is one range on the blocks of the plan's state ring, cut into slots (gm_slots_of).  A slice of a chunk is a run of its
- * elements; its remainder (low), m and v go into one slot, Adam runs on them there, with weights and gradient where
- * they are, and the three go home again.  A speculation takes the slice's weights into the slot as well and leaves those of
- * the chunk as they are; all four go to the spares.
+ * The stage is one range on the blocks of the plan's state ring, cut into slots (gm_slots_of).  A
+ * slice of a chunk is a run of its elements; its remainder (low), m and v go into one slot, Adam
+ * runs on them there, with weights and gradient where they are, and the three go home again.  A
+ * speculation takes the slice's weights into the slot as well and leaves those of the chunk as they
+ * are; all four go to the spares.
  *
- *     state      waits for the slot's last copy home and for the states' home, copies in      -> slot.in
- *     update     waits for slot.in, weights and gradient; Adam                                -> slot.done
- *     state_out  waits for slot.done; copies home                                             -> slot.out
+ *     state      waits for the slot's last copy home and for the states' home, copies in      ->
+ *                slot.in
+ *     update     waits for slot.in, weights and gradient; Adam                                ->
+ *                slot.done
+ *     state_out  waits for slot.done; copies home                                             ->
+ *                slot.out
  *
- * Invariant: between its slot.in and its slot.out a slot belongs to one slice.  Elements outside every range travel
- * with the slice and come home unchanged. */
+ * Invariant: between its slot.in and its slot.out a slot belongs to one slice.  Elements outside
+ * every range travel with the slice and come home unchanged. */
 #include <stdlib.h>
 
 #include "engine/engine_impl.h"
@@ -92,7 +97,8 @@ static size_t clip_ranges(struct gm_stage *stage, const gm_task *task, uint64_t 
     return count;
 }
 
-/* The arrays of one slice: where they come from on the host, where they are on the device, where they go to. */
+/* The arrays of one slice: where they come from on the host, where they are on the device, where
+ * they go to. */
 typedef struct array {
     const uint8_t *from; /* NULL: they are there */
     uintptr_t device;
@@ -241,7 +247,8 @@ gm_status gm_stage_update(gm_engine *engine, uint32_t chunk, const gm_task *task
         GM_TRY(gm_clip_order(engine, false, update, &p.grad_scale));
     }
     GM_TRY(update_slices(engine, &p));
-    /* Each slice was read in before it went out: the last copy home is the last access to the home. */
+    /* Each slice was read in before it went out: the last copy home is the last access to the
+     * home. */
     return gm_chunks_end_all(chunks, chunk, uses + 1, 3);
 }
 

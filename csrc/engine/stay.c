@@ -1,6 +1,8 @@
-/* stay.c - chunks that stay on the device because the host has no room for the homes of all (plan/stay.h).
+/* stay.c - chunks that stay on the device because the host has no room for the homes of all
+ * (plan/stay.h).
  *
- * 1. They are chosen before anything is allocated, from the layout and a limit that the ranks share, and for good.
+ * 1. They are chosen before anything is allocated, from the layout and a limit that the ranks
+ *    share, and for good.
  * 2. What stays, and the largest unit beside it, fit the device: else the engine is not made. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,7 +36,8 @@ static void choose(gm_engine *engine, const sizes *s, size_t limit)
     }
 }
 
-/* Beside what stays: what the largest unit needs to run, and gradients that wait for their sum over ranks. */
+/* Beside what stays: what the largest unit needs to run, and gradients that wait for their sum over
+ * ranks. */
 static size_t floor_of(const gm_engine *engine)
 {
     size_t most = 0, unreduced = 0;

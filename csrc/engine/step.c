@@ -29,8 +29,9 @@ static gm_status check_updates(const gm_engine *engine, const gm_update *updates
     return GM_OK;
 }
 
-/* What the last steps did decides whether updates are planned inside the backward.  A loop that keeps changing its way
- * gets ever fewer plans.  Ranks make the same calls, so they find the same. */
+/* What the last steps did decides whether updates are planned inside the backward.  A loop that
+ * keeps changing its way gets ever fewer plans.  Ranks make the same calls, so they find the
+ * same. */
 static void follow_loop(gm_engine *engine)
 {
     gm_steps *s = &engine->step;
@@ -96,7 +97,8 @@ static gm_status check_not_used_up(const gm_engine *engine, const gm_update *upd
     return GM_OK;
 }
 
-/* What is refused does not depend on where updates ran: an announced step uses up all that it steps. */
+/* What is refused does not depend on where updates ran: an announced step uses up all that it
+ * steps. */
 static void use_up(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     for (uint32_t i = 0; engine->step.is_announced && i < n; i++) {
@@ -182,8 +184,10 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
         engine->step.is_announced = status == GM_OK;
         engine->step.is_late = false;
         bool has_watched = !is_apart && gm_watch_is_any(engine);
-        /* A first step shows whether gradients come in parts; a plan may be older, from an evaluation. */
-        /* Ranks decide alike: by the plan that they share, not by whether this one still has room for it. */
+        /* A first step shows whether gradients come in parts; a plan may be older, from an
+         * evaluation. */
+        /* Ranks decide alike: by the plan that they share, not by whether this one still has room
+         * for it. */
         const gm_plan *plan =
             engine->ranks.stream ? engine->weights.collectives : engine->room.plan;
         *out = plan && engine->step.n > 0 && !engine->arrive.has_repeats && !has_watched &&

@@ -1,5 +1,6 @@
-/* sums.c - the small numbers on the device: of each parameter the exact sum of squares of its gradient, one for gradients at
- * home, the total, and a few through which ranks tell each other numbers (ranks.c); and all of them again on the host. */
+/* sums.c - the small numbers on the device: of each parameter the exact sum of squares of its
+ * gradient, one for gradients at home, the total, and a few through which ranks tell each other
+ * numbers (ranks.c); and all of them again on the host. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>

@@ -1,13 +1,14 @@
 /* timer.c - how long each tick's own work takes.
  *
- * Timed events on the caller's stream bracket it: from after the engine's waits to the beginning of the next tick.  So
- * copies and host waits do not count as compute. */
+ * Timed events on the caller's stream bracket it: from after the engine's waits to the beginning of
+ * the next tick.  So copies and host waits do not count as compute. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
 
-/* Of each trace, on demand and again under a plan.  On demand the device waits often and then computes faster than it
- * will under a plan: a run under a plan replaces the times of those before it; without one the least counts. */
+/* Of each trace, on demand and again under a plan.  On demand the device waits often and then
+ * computes faster than it will under a plan: a run under a plan replaces the times of those before
+ * it; without one the least counts. */
 enum { TIMED_RUNS = 2 };
 
 void gm_timer_free(gm_engine *engine)

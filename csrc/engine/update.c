@@ -13,10 +13,10 @@
  *   1. A chunk with a pending update is updated before anything reads its weights or states, or
  *      writes its gradient.
  *   2. A task is rewritten only when its last run has ended.
- *   3. A task whose factor the host has not seen (GM_FACTOR_LATE) reads it when it runs, behind the clip's
- *      fence, and only there: what speculation has made is taken as if no clip fired, and a call
- *      behind it steps again, from the old homes, which are the spares now, to the new ones, if one
- *      did.  Whoever uses the new homes comes behind that call.
+ *   3. A task whose factor the host has not seen (GM_FACTOR_LATE) reads it when it runs, behind the
+ *      clip's fence, and only there: what speculation has made is taken as if no clip fired, and a
+ *      call behind it steps again, from the old homes, which are the spares now, to the new ones,
+ *      if one did.  Whoever uses the new homes comes behind that call.
  *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that
  *      backward; it would see new weights where the gradient of the old ones is meant.  If it
  *      happens the engine dies with that text.
@@ -101,7 +101,8 @@ static void set_arrays(gm_engine *engine, uint32_t chunk, gm_task *task, uint8_t
     };
 }
 
-/* What kernels and the host multiply gradients by, where the host has not seen it: behind its fence. */
+/* What kernels and the host multiply gradients by, where the host has not seen it: behind its
+ * fence. */
 static gm_status order_factor(gm_engine *engine, gm_task *task, bool is_at_home, gm_stream stream)
 {
     return task->factor == GM_FACTOR_KNOWN
@@ -169,7 +170,8 @@ static void run_host_task(void *context)
     atomic_store(&task->run, GM_RUN_NONE);
 }
 
-/* How a task runs on the host: weights and states that it reads and that it writes, and its accesses. */
+/* How a task runs on the host: weights and states that it reads and that it writes, and its
+ * accesses. */
 typedef struct host_way {
     uint8_t *(*from)(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: in place */
     uint8_t *(*to)(const gm_chunks *chunks, uint32_t id, gm_piece piece);

@@ -1,8 +1,9 @@
-/* watch.c - what is written through storages that show parameters, and how long a pass uses what they show.
+/* watch.c - what is written through storages that show parameters, and how long a pass uses what
+ * they show.
  *
- * Invariant: the copies of all watched leases of a parameter are the same: the bytes that the engine has last seen.  With
- * others of its own a lease would take what another tensor wrote for what an update has left, or would not find a write
- * that undoes that of another tensor. */
+ * Invariant: the copies of all watched leases of a parameter are the same: the bytes that the
+ * engine has last seen.  With others of its own a lease would take what another tensor wrote for
+ * what an update has left, or would not find a write that undoes that of another tensor. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -39,7 +40,8 @@ void gm_watch_wait(const gm_engine *engine)
     }
 }
 
-/* Its bytes are on the device, and writes to them are looked for: the lease has the chunk pinned itself, or its users. */
+/* Its bytes are on the device, and writes to them are looked for: the lease has the chunk pinned
+ * itself, or its users. */
 bool gm_watch_is_on(const gm_engine *engine, const gm_lease *lease)
 {
     uint32_t chunk = engine->params[lease->param].place.chunk;
@@ -186,9 +188,9 @@ gm_status gm_watch_end(gm_lease *lease)
     return status;
 }
 
-/* A chunk that a lease shows is in use, for longer than its unit was entered: the trace shall know, or a plan would give
- * its blocks away.  Not so what is read between two ticks, when no plan acts.  A lease that was there before the pass took
- * its chunk is known from that tick on. */
+/* A chunk that a lease shows is in use, for longer than its unit was entered: the trace shall know,
+ * or a plan would give its blocks away.  Not so what is read between two ticks, when no plan acts.
+ * A lease that was there before the pass took its chunk is known from that tick on. */
 static void note_use(gm_engine *engine, const gm_lease *lease)
 {
     if (lease->is_pinned && engine->pass.is_open && engine->pass.tick != lease->born) {

@@ -228,6 +228,9 @@ def test_file_says_what_it_is_and_stays_short(path: Path) -> None:
         assert has_purpose, f"{name(path)}: no purpose comment"
     else:
         assert text.startswith(f"/* {path.name} - "), f"{name(path)}: no purpose comment"
+        if CSRC in path.parents:  # clang-format sees to code, not to comments
+            longest = max(text.splitlines(), key=len)
+            assert len(longest) <= 100, f"{name(path)}: {len(longest)} columns: {longest}"
     length = text.count("\n")
     is_test = "tests" in path.parts and path not in C_FILES
     limit = TEST_LENGTH if is_test else LENGTHS[path.suffix]
