@@ -80,9 +80,8 @@ class Step:
         self.clips: dict[Slot, Clip] = {}
         self.wants_numbers = False
         self._numbers: dict[int, tuple[Any, ...]] = {}  # of the step that is announced, by slot
-        self._runs_inside = (
-            False  # the core may have updated weights; after the step: of the last one
-        )
+        # The core may have updated weights; after the step: of the last one.
+        self._runs_inside = False
         self.is_served = self.was_served = False
 
     @property
@@ -126,9 +125,7 @@ class Step:
                 self._known(clip)
 
     def _known(self, clip: Clip) -> float:
-        if (
-            clip.factor is None
-        ):  # it is the last one: the next one settles it (check_unclipped, shorten)
+        if clip.factor is None:  # the last clip: a later one settles it (check_unclipped, shorten)
             clip.factor = self._runtime.core.clip_factor()
         if clip.factor == 1.0 and self.clips:
             self.clips = {slot: each for slot, each in self.clips.items() if each is not clip}

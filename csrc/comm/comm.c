@@ -187,8 +187,7 @@ static void count(gm_comm *comm, gm_comm_call *call)
 void gm_comm_calls(gm_comm *comm, uint64_t *out_number, uint64_t *out_hash)
 {
     *out_number = *out_hash = 0;
-    if (comm->owner ==
-        getpid()) { /* a forked child may have inherited a lock that no thread holds */
+    if (comm->owner == getpid()) { /* a forked child may have a lock that no thread holds */
         pthread_mutex_lock(&comm->record);
         *out_number = comm->n_calls;
         *out_hash = comm->hash;

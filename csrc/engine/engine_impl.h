@@ -770,8 +770,8 @@ gm_status gm_gradient_take(gm_engine *engine, gm_param *p, const void *grad, gm_
 gm_status gm_gradient_drop(gm_engine *engine, gm_param *p);
 void gm_gradient_note_written(gm_engine *engine, gm_param *p); /* from outside, after a drop */
 void gm_gradient_use_up(gm_engine *engine, gm_param *p);
-bool gm_gradient_keep(gm_engine *engine,
-                      gm_param *p); /* whether it was used up: its bytes are there */
+/* Whether it was used up: its bytes are there. */
+bool gm_gradient_keep(gm_engine *engine, gm_param *p);
 gm_status gm_gradient_check_unused(const gm_engine *engine, uint32_t param);
 /* What has arrived of the chunk is summed over the ranks and becomes the shard's gradient. */
 gm_status gm_gradient_reduce(gm_engine *engine, uint32_t chunk);

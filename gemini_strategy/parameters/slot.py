@@ -318,9 +318,8 @@ class Slot(_C.Slot):
         why = "this gradient was dropped (zero_grad, or p.grad = None); clone it to keep it"
         self.given.leave("grad", why)
         self.engine.written.forget_grad(self)
-        self.engine.coming_step.forget_clip(
-            self
-        )  # before it: the next gradient would be clipped as this one
+        # Before it: the next gradient would be clipped as this one.
+        self.engine.coming_step.forget_clip(self)
         self.engine.core.grad_drop(self.id)
 
     def check_assigned(self) -> None:

@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -565,3 +568,30 @@ def test_forked_child_has_no_communicator(alone: None) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     comm.check()
     comm.close()
+
+
+def test_a_rank_that_is_late_is_not_called_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo drops parts of milliseconds of the time that it is given."""
+    now = [0.0]
+
+    def monotonic() -> float:
+        now[0] += 0.0003
+        return now[0]
+
+    class Late:
+        def wait(self, timeout: timedelta) -> None:
+            now[0] += timeout // timedelta(milliseconds=1) / 1000
+            raise RuntimeError("Timed out")
+
+    def issue(*_: Any) -> Late:
+        return Late()
+
+    monkeypatch.setattr(comm_module, "time", SimpleNamespace(monotonic=monotonic))
+    gloo = comm_module._Gloo(None, 0, 1, 2.0, ["0", "1"])
+    gloo.group = SimpleNamespace(recv=issue, send=issue, abort=lambda: None)
+    data = torch.zeros(8, dtype=torch.uint8)
+    piece = data.data_ptr(), data.numel()
+    with pytest.raises(gs.GeminiDeviceError, match="rank 1 has not sent its bytes after 2 s"):
+        gloo.exchange([(0, 0), (0, 0)], [(0, 0), piece])
