@@ -177,7 +177,7 @@ def _give_all(
     release()
     give_back(engine, values, grads)
     if engine.optimizer is not None:
-        managed.send_states(engine.optimizer, engine.slots)
+        managed.send_states(engine.optimizer, engine.slots, engine.opaque)
 
 
 def _bytes_to_read(engine: Runtime, is_fp32: bool, with_states: bool) -> int:

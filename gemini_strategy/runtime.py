@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from gemini_strategy.errors import GeminiDeviceError, GeminiError, GeminiMemoryE
 from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import clip_coefficient, hyperparameters, mode
+from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
 from gemini_strategy.parameters import absent, foreign, order, stand_in
 from gemini_strategy.parameters.hooks import SavedTensorNet, root_forwards
 from gemini_strategy.parameters.original import Original
@@ -39,8 +41,8 @@ from gemini_strategy.report.progress import progress
 from gemini_strategy.report.reporting import STATS, Reporting
 from gemini_strategy.roots import title
 from gemini_strategy.settings import Settings
-from gemini_strategy.step import Clip, Step
-from gemini_strategy.weakly import WeakSet
+from gemini_strategy.step import Clip, State, Step
+from gemini_strategy.weakly import WeakSet, weak_method
 from gemini_strategy.weights.loading import Loading
 from gemini_strategy.weights.transformers import adapter_parameters
 
@@ -118,6 +120,11 @@ class Runtime(Uncopied, Reporting):
         if optimizer is not None:
             managed.settle(optimizer)
         foreign.check_modules(model, settings.device, settings.weights is not None)
+        self.opaque = None
+        if optimizer is not None and managed.is_opaque(optimizer):
+            self.opaque = OpaqueOptimizer(self, optimizer)
+            if settings.precision.is_mixed:  # as torch has them beside fp32 weights
+                self.settings = settings = dataclasses.replace(settings, is_grad_f32=True)
         loading = Loading(model, settings.weights, settings.missing)
         registration = Registration(self, grouped, adapter_parameters(model), loading)
         check_sharing(model)
@@ -177,6 +184,7 @@ class Runtime(Uncopied, Reporting):
             external_bytes=external,
             slack_bytes=self.memory.slack_bytes(settings.device_budget),
             **communicators,
+            **({} if self.opaque is None else {"opaque": weak_method(self.opaque.run)}),
         )
         if self.device.type == "cpu":
             self.ranks.settles_by(self.core.settle)
@@ -212,6 +220,17 @@ class Runtime(Uncopied, Reporting):
             except torch.OutOfMemoryError as error:
                 self.memory.explain(error)
                 raise
+
+    @contextlib.contextmanager
+    def explaining_step(self) -> Iterator[None]:
+        """An error of the optimizer's own step() is the cause of what the core says about it."""
+        try:
+            yield
+        except Exception as error:
+            cause = self.opaque.take_error() if self.opaque is not None else None
+            if cause is None or cause is error:
+                raise
+            raise error from cause
 
     # ---- what hooks call ----
 
@@ -292,7 +311,7 @@ class Runtime(Uncopied, Reporting):
         self.coming_step.wants_numbers = False
         self.choose_way()
         with contextlib.suppress(GeminiError):  # the step says it
-            updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
+            updates = [self._update(*item, 1.0) for item in self._stepped()]
             self.core.announce(updates)
 
     def ordinary_grad(self, slot: Slot, grad: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -349,6 +368,12 @@ class Runtime(Uncopied, Reporting):
             )
         return slot
 
+    def slot_of_states(self, key: Any) -> Slot | None:
+        """Of a parameter whose states the engine has; None: it is none of them."""
+        slot = getattr(key, "_gm_slot", None)
+        is_ours = slot is not None and slot.engine is self and slot.has_moments and not self.closed
+        return slot if is_ours else None
+
     # ---- training ----
 
     @contextlib.contextmanager
@@ -361,12 +386,14 @@ class Runtime(Uncopied, Reporting):
             yield
             return
         self.settle()
-        updates = [self._update(slot, group, 1.0) for slot, group in self._stepped()]
-        with self.coming_step.announced(updates):
+        if self.opaque is not None:
+            self.opaque.begin()
+        updates = [self._update(*item, 1.0) for item in self._stepped()]
+        with self.explaining_step(), self.coming_step.announced(updates):
             yield
 
-    def _stepped(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
-        """What a step updates where there is a gradient: slots in the order of the groups, and their groups."""
+    def _stepped(self) -> Iterator[tuple[Slot, int]]:
+        """What a step updates where there is a gradient: slots in the order of the groups, and these' numbers."""
         if self.thawed:
             slot = min(self.thawed, key=lambda slot: slot.id)
             raise GeminiError(
@@ -374,10 +401,10 @@ class Runtime(Uncopied, Reporting):
                 "begins, in on_train_epoch_start or on_train_batch_start"
             )
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        for parameter, group in managed.each_once(groups):
+        for parameter, number in managed.each_once(groups, self.opaque is not None):
             slot = self.slot_of(parameter)
             if slot.has_moments:
-                yield slot, group
+                yield slot, number
             elif slot.has_grad_home or slot.grad is not None:  # torch steps whatever has one
                 way = "" if slot.has_grad_home else "drop its gradient (zero_grad()), "
                 raise GeminiError(
@@ -519,7 +546,9 @@ class Runtime(Uncopied, Reporting):
                 return loss
         self.settle()
         is_late = self.coming_step.is_late
-        updates = [self._update(slot, group, divisor) for slot, group in work]
+        if self.opaque is not None and self.coming_step.state is not State.ARMED:
+            self.opaque.begin()
+        updates = [self._update(*item, divisor) for item in work]
         self.coming_step.check_announced(updates)
         self._refresh_memory()
         taken: list[None] = []
@@ -537,13 +566,14 @@ class Runtime(Uncopied, Reporting):
         absent.sweep()
         return loss
 
-    def _note_taken(self, work: list[tuple[Slot, dict[str, Any]]]) -> None:
+    def _note_taken(self, work: list[tuple[Slot, int]]) -> None:
         """The core has taken a step."""
-        for slot, group in work:
-            if slot.count_update():
+        groups = self.optimizer.param_groups
+        for slot, number in work:
+            if slot.count_update() and self.opaque is None:
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
             # torch's get_state_dict() makes such a step behind the model's state dict.
-            slot.note_change(is_same=float(group["lr"]) == 0.0)
+            slot.note_change(is_same=float(groups[number].get("lr", 1.0)) == 0.0)
         if self.scaler is not None:
             self.scaler.update(False)
         self.coming_step.taken(self.scaler is None and self.core.wants_numbers())
@@ -564,16 +594,19 @@ class Runtime(Uncopied, Reporting):
         """`taken` has an element when the core has taken it: no interrupt comes between these two."""
         step = self.core.step_clipped if is_late else self.core.step
         try:
-            with self.ranks.explaining():
+            with self.ranks.explaining(), self.explaining_step():
                 taken.extend(map(step, (updates,), (self.stream(),)))
         except (GeminiMemoryError, GeminiDeviceError) as error:  # the others go on with theirs
             self.ranks.abort(f"optimizer step: {error}")
             raise
 
-    def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
+    def _update(self, slot: Slot, number: int, divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
-        numbers = (*hyperparameters(group), slot.adam_step + 1, *mode(group))
         factor = 1.0 if self.coming_step.is_late else self.coming_step.factor
+        if self.opaque is not None:
+            return self.opaque.update(slot, number, divisor, factor)
+        group = self.optimizer.param_groups[number]
+        numbers = (*hyperparameters(group), slot.adam_step + 1, *mode(group))
         return (slot.id, *numbers, divisor, factor)
 
     @_torch.untraced

@@ -220,7 +220,12 @@ class Settings:
         unit_params, unit_begin = registration.unit_tables()
         return {
             "ordinal": self.device.index if is_cuda else -1,
-            "params": [(*s, slot.name) for s, slot in zip(specs, registration.slots, strict=True)],
+            "params": [
+                (*s, slot.name, n)
+                for s, slot, n in zip(
+                    specs, registration.slots, registration.state_bytes(), strict=True
+                )
+            ],
             "unit_params": unit_params,
             "unit_begin": unit_begin,
             "unit_names": registration.unit_names(),

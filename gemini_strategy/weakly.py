@@ -8,8 +8,8 @@ over, and goes when something is added.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -61,3 +61,13 @@ class WeakSet(WeakTable[K, None]):
     def add(self, key: K) -> None:
         if key not in self:
             self[key] = None
+
+
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a bound method, and does not keep its object."""
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def call(*args: Any) -> Any:
+        return function(reference(), *args)
+
+    return call

@@ -23,6 +23,7 @@ typedef struct core {
     outside *outside;
     gm_device *paper;   /* the engine's, if it is one on paper (device/paper.h), for its clock */
     PyObject *comms[2]; /* shards', replicas'; taken (comm.h) until close(), or NULL */
+    PyObject *opaque;   /* that makes updates, (params, scale, address, stream) -> bool; or NULL */
     uint32_t n_params;
 } core;
 
@@ -63,8 +64,10 @@ enum { GM_PY_MOST_NUMBERS = 7 };
 
 /* Methods of Core that have files of their own. */
 extern PyMethodDef gm_py_step_methods[], gm_py_save_methods[], gm_py_room_methods[],
-    gm_py_paper_methods[];
+    gm_py_paper_methods[], gm_py_opaque_methods[];
 
+/* opaque.c */
+gm_status gm_py_run_opaque(void *context, const gm_opaque_call *call, bool *wrote_grads);
 /* step.c */
 PyObject *gm_py_chunk_search(PyObject *module, PyObject *args);
 /* room.c */

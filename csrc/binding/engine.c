@@ -22,15 +22,16 @@ static size_t outside_bytes(void *context)
 
 /* ---- construction ---- */
 
-/* (numel, weight_bytes, format, has_low, has_moments, has_grad, name); the name is the item's. */
+/* (numel, weight_bytes, format, has_low, has_moments, has_grad, name, state_bytes); the name is the
+ * item's, and the last may be missing. */
 static int parse_param(PyObject *item, void *out)
 {
-    unsigned long long numel;
+    unsigned long long numel, state_bytes = 0;
     unsigned int weight_bytes;
     int format, has_low, has_moments, has_grad;
     const char *name;
-    if (!PyArg_ParseTuple(item, "KIippps", &numel, &weight_bytes, &format, &has_low, &has_moments,
-                          &has_grad, &name)) {
+    if (!PyArg_ParseTuple(item, "KIippps|K", &numel, &weight_bytes, &format, &has_low, &has_moments,
+                          &has_grad, &name, &state_bytes)) {
         return 0;
     }
     *(gm_engine_param *)out = (gm_engine_param){
@@ -40,6 +41,7 @@ static int parse_param(PyObject *item, void *out)
         .has_low = has_low,
         .has_moments = has_moments,
         .has_grad = has_grad,
+        .state_bytes = state_bytes,
         .name = name,
     };
     return 1;
@@ -152,6 +154,7 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
     X("p", int, is_paper)            \
     X("n", Py_ssize_t, host_bytes)   \
     X("n", Py_ssize_t, host_limit)   \
+    X("O", PyObject *, opaque)       \
     X("K", unsigned long long, host_device)
 
 #define FORMAT(format, type, name) format
@@ -174,7 +177,8 @@ static int parse_options(PyObject *args, PyObject *kwargs, core_options *out)
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     core_options o = {
-        .shard_comm = Py_None, .replica_comm = Py_None, .host_bytes = -1, .host_limit = -1};
+        .shard_comm = Py_None, .replica_comm = Py_None, .opaque = Py_None, .host_bytes = -1,
+        .host_limit = -1};
     gm_rates rates = {0};
     if (!parse_options(args, kwargs, &o) || gm_py_rates_parse(o.rates, &rates) < 0) {
         return NULL;
@@ -219,6 +223,10 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                    take_comm(self, 1, o.replica_comm, &options.replica_comm) == 0;
     if (is_made) {
         self->n_params = options.n_params;
+        if (o.opaque != Py_None) {
+            self->opaque = Py_NewRef(o.opaque);
+            options.opaque = (gm_opaque){gm_py_run_opaque, self};
+        }
         gm_status status;
         GM_NO_GIL(status = make_engine(self, &options, o.ordinal, o.is_paper,
                                        o.host_bytes < 0 ? SIZE_MAX : (size_t)o.host_bytes,
@@ -263,6 +271,7 @@ static void core_dealloc(core *self)
     core_release(self);
     gm_workers_free(self->workers);
     free(self->outside);
+    Py_CLEAR(self->opaque);
     gm_py_free((PyObject *)self);
 }
 
@@ -442,8 +451,9 @@ static PyObject *core_chunk(core *self, PyObject *const *args, Py_ssize_t n_args
     uint32_t chunk = gm_engine_chunk_of(engine, (uint32_t)param);
     gm_engine_need need;
     gm_engine_chunk_need(engine, chunk, &need);
-    return Py_BuildValue("Innn", (unsigned int)chunk, (Py_ssize_t)need.shown,
-                         (Py_ssize_t)need.gathering, (Py_ssize_t)need.unreduced);
+    return Py_BuildValue("Innnn", (unsigned int)chunk, (Py_ssize_t)need.shown,
+                         (Py_ssize_t)need.gathering, (Py_ssize_t)need.unreduced,
+                         (Py_ssize_t)need.updating);
 }
 
 static PyObject *core_sums(core *self, PyObject *Py_UNUSED(unused))
@@ -495,7 +505,7 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(address, FASTCALL, "(param) -> int"),
     GM_CORE_METHOD(chunk, FASTCALL,
                    "(param) -> (id, bytes while it is used, beside them while it is gathered, of "
-                   "its gradients that wait)"),
+                   "its gradients that wait, all in all while an opaque update runs)"),
     GM_CORE_METHOD(plan_info, NOARGS, "() -> dict or None"),
     GM_CORE_METHOD(chunk_states, NOARGS, "() -> list of dicts"),
     GM_CORE_METHOD(timeline_begin, FASTCALL, "(capacity)"),
@@ -541,7 +551,7 @@ int gm_py_engine_init(PyObject *module)
         gm_py_add_type(module, "gemini_strategy._C.Core", sizeof(core), 0, core_parts);
     if (!gm_py_core_type || add_methods(gm_py_step_methods) < 0 ||
         add_methods(gm_py_save_methods) < 0 || add_methods(gm_py_room_methods) < 0 ||
-        add_methods(gm_py_paper_methods) < 0 || gm_py_paper_init(module) < 0 ||
+        add_methods(gm_py_paper_methods) < 0 || add_methods(gm_py_opaque_methods) < 0 || gm_py_paper_init(module) < 0 ||
         PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;
     }

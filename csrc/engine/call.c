@@ -52,6 +52,7 @@ gm_status gm_call_begin(gm_engine *engine)
     pthread_mutex_lock(&engine->lock);
     notice_failed_update(engine);
     gm_status status = gm_call_check(engine);
+    status = status == GM_OK ? gm_opaque_check_call(engine) : status;
     status = status == GM_OK ? free_ended_leases(engine) : status;
     if (status != GM_OK) {
         gm_engine_unlock(engine);

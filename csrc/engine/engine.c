@@ -24,7 +24,10 @@ size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece p
     const gm_engine_param *spec = gm_chunk_spec(engine, chunk);
     size_t grad_bytes = spec->has_grad ? gm_dtype_bytes(gm_grad_dtype(engine, spec)) : 0;
     switch (piece) {
-    case GM_STATE: return gm_state_shape_of(spec, shape->shard_numel).total;
+    case GM_STATE:
+        return gm_is_opaque(engine) ? gm_low_bytes(spec) * shape->shard_numel +
+                                          engine->chunk_states[chunk].opaque_bytes
+                                    : gm_state_shape_of(spec, shape->shard_numel).total;
     case GM_GRAD: return shape->shard_numel * grad_bytes;
     case GM_GATHERED: return engine->shown == piece ? shape->numel * shape->weight_bytes : 0;
     case GM_UNREDUCED: return gm_has_ranks(engine) ? shape->numel * grad_bytes : 0;
@@ -70,10 +73,16 @@ void gm_engine_chunk_need(const gm_engine *engine, uint32_t chunk, gm_engine_nee
 {
     size_t own = gm_stays(engine, chunk) ? 0 : gm_engine_piece_blocks(engine, chunk, GM_WEIGHT);
     bool is_gathered = engine->shown == GM_GATHERED;
+    size_t updating = 0;
+    for (int piece = 0; gm_is_opaque(engine) && !gm_stays(engine, chunk) && piece < GM_N_OWN_PIECES;
+         piece++) {
+        updating += gm_engine_piece_blocks(engine, chunk, (gm_piece)piece);
+    }
     *out = (gm_engine_need){
         .shown = is_gathered ? gm_engine_piece_blocks(engine, chunk, GM_GATHERED) : own,
         .gathering = is_gathered ? own : 0,
         .unreduced = gm_engine_piece_blocks(engine, chunk, GM_UNREDUCED),
+        .updating = updating,
     };
 }
 

@@ -28,10 +28,28 @@ typedef struct gm_engine_param {
     uint32_t weight_bytes; /* of one element */
     gm_dtype format;       /* meaningful when has_low, has_moments or has_grad */
     bool has_low;          /* keeps the fp32 master's low part (never for GM_F32) */
-    bool has_moments;      /* Adam's m and v */
+    bool has_moments;      /* Adam's m and v, or, where updates are opaque, state_bytes */
     bool has_grad;         /* the engine takes its gradient */
+    uint64_t state_bytes;  /* of the states that gm_opaque keeps there; else 0 */
     const char *name;      /* in errors; copied; NULL: it has none */
 } gm_engine_param;
+
+/* One opaque update (opaque.c): of these parameters of a chunk, whose weights, states and gradients
+ * are at their addresses on the device until it returns. */
+typedef struct gm_opaque_call {
+    uint32_t chunk, n_params;
+    const uint32_t *params;
+    float grad_scale;        /* what gradients are multiplied by */
+    const float *late_scale; /* likewise, in device memory, in place of it; NULL: that is it */
+    gm_stream stream;        /* that all of it is issued to */
+} gm_opaque_call;
+
+/* Of an optimizer whose states are bytes to the engine.  run: GM_OK, or an error that closes the
+ * engine; *wrote_grads: it has changed the gradients.  It calls nothing of the engine. */
+typedef struct gm_opaque {
+    gm_status (*run)(void *context, const gm_opaque_call *call, bool *wrote_grads);
+    void *context;
+} gm_opaque;
 
 typedef struct gm_engine_options {
     gm_device *device;   /* owned from the call on, also when it fails */
@@ -60,6 +78,7 @@ typedef struct gm_engine_options {
     /* Bytes of device memory that others of this process hold, within the budget; NULL: none. */
     size_t (*outside_bytes)(void *context);
     void *outside_context;
+    gm_opaque opaque; /* run NULL: updates are Adam's */
 } gm_engine_options;
 
 typedef enum gm_field {
@@ -93,13 +112,22 @@ void gm_engine_leave_ranks(gm_engine *engine);
 /* Where a parameter's bytes are shown, for life. */
 uintptr_t gm_engine_address(const gm_engine *engine, uint32_t param);
 uint32_t gm_engine_chunk_of(const gm_engine *engine, uint32_t param);
+/* Where opaque updates find the rest of a parameter. */
+typedef struct gm_opaque_place {
+    uintptr_t weight, low, grad, states;
+} gm_opaque_place;
+void gm_engine_opaque_place(const gm_engine *engine, uint32_t param, gm_opaque_place *out);
+/* The states of one parameter as they are, state_bytes of them; the host waits. */
+gm_status gm_engine_states_read(gm_engine *engine, uint32_t param, void *dst);
+gm_status gm_engine_states_write(gm_engine *engine, uint32_t param, const void *src,
+                                 gm_stream stream);
 /* The elements of a parameter that are in this rank's shard: [*first, *first + *n). */
 gm_status gm_engine_part(const gm_engine *engine, uint32_t param, uint64_t *first, uint64_t *n);
 /* Bytes of blocks that a chunk takes, beside those of chunks that stay, for the floor of the
  * budget: while its weights are used; beside these while they are gathered; from its first gradient
- * of a pass to their sum over ranks. */
+ * of a pass to their sum over ranks; all in all while an opaque update runs. */
 typedef struct gm_engine_need {
-    size_t shown, gathering, unreduced;
+    size_t shown, gathering, unreduced, updating;
 } gm_engine_need;
 void gm_engine_chunk_need(const gm_engine *engine, uint32_t chunk, gm_engine_need *out);
 /* Gradients that wait for others of their chunk take no more than this, or else one chunk's: the

@@ -37,6 +37,7 @@ typedef struct gm_param {
     /* This rank's part: elements [part_first, part_first + part_numel), at part_offset of the
      * shard. */
     uint64_t part_first, part_numel, part_offset;
+    size_t state_offset; /* of its opaque states, in the chunk's piece */
     gm_grad_state grad; /* written in gradient.c alone */
     gm_sum_state sum;
     uint64_t arrival; /* the pass in which the last gradient arrived */
@@ -123,6 +124,7 @@ typedef enum gm_gathered_state {
 
 typedef struct gm_chunk_state {
     uint32_t first_param, n_params; /* in engine->chunk_params */
+    size_t opaque_bytes;            /* of the piece of states, behind low parts */
     uint32_t n_arrived;             /* of them, gradients in this pass */
     bool is_late;                   /* some came after those that are usual, and are not summed */
     uint32_t n_held;                /* of them, gm_is_held */
@@ -333,6 +335,11 @@ typedef struct gm_arrivals {
     bool is_home_zero;            /* the sum of gradients at home is 0 there */
 } gm_arrivals;
 
+typedef struct gm_opaques {
+    gm_opaque caller; /* run NULL: updates are Adam's */
+    bool is_running;  /* on the thread that has the lock */
+} gm_opaques;
+
 struct gm_engine {
     /* Made with the engine (life.c). */
     pthread_mutex_t lock;
@@ -371,6 +378,7 @@ struct gm_engine {
     gm_room room;
     gm_stay stay;
     gm_updates update;
+    gm_opaques opaque;
     gm_weights weights;
     gm_gradients gradient;
     gm_saving saving;
@@ -724,10 +732,25 @@ bool gm_speculation_is_of(const gm_engine *engine, uint32_t chunk, const gm_task
 bool gm_speculation_take(gm_engine *engine, uint32_t chunk, const gm_task *task);
 void gm_speculation_forget(gm_engine *engine);
 
+/* opaque.c */
+void gm_opaque_init(gm_engine *engine, const gm_engine_options *options);
+void gm_opaque_lay_out(gm_engine *engine); /* the parameters of chunks are known */
+static inline bool gm_is_opaque(const gm_engine *engine)
+{
+    return engine->opaque.caller.run != NULL;
+}
+gm_status gm_opaque_check_call(const gm_engine *engine); /* no update runs */
+/* Without leaving the plan: *out is whether the chunk has all on the device, or will. */
+gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out);
+gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
+
 /* update.c */
 gm_status gm_update_new(gm_engine *engine);
 void gm_update_free(gm_engine *engine);
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk); /* its pending update, if any */
+/* The same as an operation of the plan, which an opaque update that finds no room does not leave:
+ * it stays pending. */
+gm_status gm_update_issue_planned(gm_engine *engine, uint32_t chunk);
 gm_status gm_update_issue_some(gm_engine *engine, uint32_t most);
 gm_status gm_update_issue_all(gm_engine *engine); /* every pending update */
 /* Tasks for every chunk that has any of the updates (sorted by parameter): pending, or armed. */

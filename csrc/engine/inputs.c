@@ -141,8 +141,11 @@ gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in)
     in->plan.spare_bytes = gm_speculation_budget(engine);
     in->plan.policy = engine->policy;
     in->plan.block_bytes = engine->device->block_bytes;
-    in->plan.stage_blocks = (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) /
-                                       engine->device->block_bytes);
+    in->plan.is_opaque = gm_is_opaque(engine);
+    in->plan.stage_blocks = in->plan.is_opaque
+                                ? 0
+                                : (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) /
+                                             engine->device->block_bytes);
     in->plan.state_share = engine->inputs.state_share;
     in->plan.rates = engine->inputs.rates;
     in->plan.n_ranks = engine->ranks.n_shards * engine->ranks.n_replicas;

@@ -1,3 +1,4 @@
+#define _XOPEN_SOURCE 700 /* recursive mutexes */
 /* life.c - making the engine and what it takes from the start, and its end. */
 #include "engine/engine_impl.h"
 
@@ -269,6 +270,7 @@ static gm_status make_chunks(gm_engine *engine, const gm_engine_options *options
         .workers = engine->workers,
         .on_change = gm_saving_keep,
         .context = engine,
+        .places_states = gm_is_opaque(engine),
         .device_limit = limit,
     };
     GM_TRY_GOTO(status, done, gm_chunks_new(&chunk_options, &engine->chunks));
@@ -310,7 +312,11 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
         options->device->ops->free(options->device);
         return GM_FAIL(GM_ERR_NOMEM, "HOST: engine: %zu bytes", sizeof *engine);
     }
-    pthread_mutex_init(&engine->lock, NULL);
+    pthread_mutexattr_t kind; /* torch asks for room while an opaque update runs */
+    pthread_mutexattr_init(&kind);
+    pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&engine->lock, &kind);
+    pthread_mutexattr_destroy(&kind);
     engine->owner = getpid();
     atomic_init(&engine->references, 1);
     engine->device = options->device;
@@ -322,11 +328,13 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     gm_inputs_init(engine, options);
     gm_room_init(engine, options);
     gm_speculation_init(engine, options);
+    gm_opaque_init(engine, options);
     engine->shown = engine->ranks.n_shards > 1 ? GM_GATHERED : GM_WEIGHT;
     gm_status status;
     GM_TRY_GOTO(status, fail, copy_params(engine, options));
     GM_TRY_GOTO(status, fail, index_units(engine, options));
     GM_TRY_GOTO(status, fail, index_chunks(engine));
+    gm_opaque_lay_out(engine);
     GM_TRY_GOTO(status, fail, gm_names_new(engine, options));
     GM_TRY_GOTO(status, fail, gm_sums_new(engine));
     GM_TRY_GOTO(status, fail, gm_saving_new(engine));

@@ -144,7 +144,7 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
     case GM_OP_FETCH:
         /* A pending host update rewrites the home first; one on the device comes after the
          * fetch. */
-        GM_TRY(gm_update_issue(engine, op->chunk));
+        GM_TRY(gm_update_issue_planned(engine, op->chunk));
         return gm_chunks_prefetch(chunks, op->chunk, GM_WEIGHT, &is_done);
     case GM_OP_SPECULATE: return gm_update_speculate(engine, op->chunk);
     case GM_OP_GRAD_IN:
@@ -153,7 +153,7 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
                    : GM_OK;
     case GM_OP_GATHER: return gm_weights_prefetch(engine, op->chunk);
     case GM_OP_GRAD_OUT: return gm_chunks_send_home(chunks, op->chunk, GM_GRAD);
-    default: return gm_update_issue(engine, op->chunk);
+    default: return gm_update_issue_planned(engine, op->chunk);
     }
 }
 

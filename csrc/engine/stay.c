@@ -49,6 +49,7 @@ static size_t floor_of(const gm_engine *engine)
             shown += need.shown;
             gathering = need.gathering > gathering ? need.gathering : gathering;
             unreduced = need.unreduced > unreduced ? need.unreduced : unreduced;
+            most = need.updating > most ? need.updating : most;
         }
         most = shown + gathering > most ? shown + gathering : most;
     }

@@ -65,7 +65,8 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
             GM_TRY(gm_update_issue(engine, chunk));
         }
     }
-    bool is_planned = engine->room.plan && !gm_watch_is_any(engine);
+    /* What an opaque update is made with is the caller's, who may change it after the step. */
+    bool is_planned = engine->room.plan && !gm_watch_is_any(engine) && !gm_is_opaque(engine);
     GM_TRY(gm_update_issue_some(engine, is_planned ? GM_ISSUED_BY_STEP : UINT32_MAX));
     return gm_watch_renew(engine);
 }

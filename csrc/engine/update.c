@@ -359,6 +359,9 @@ static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
     if (gm_speculation_take(engine, chunk, task)) {
         return take_result(engine, chunk, task);
     }
+    if (gm_is_opaque(engine)) {
+        return gm_opaque_update(engine, chunk, task);
+    }
     GM_TRY(bring_to_device(engine, chunk, &is_on_device));
     return is_on_device ? update_on_device(engine, chunk, task)
                         : update_at_home(engine, chunk, task);
@@ -378,6 +381,15 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     look_at_factor(engine, task);
     gm_status status = run(engine, chunk, task);
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
+}
+
+gm_status gm_update_issue_planned(gm_engine *engine, uint32_t chunk)
+{
+    bool is_possible = true;
+    if (gm_is_opaque(engine) && gm_is_pending(engine, chunk)) {
+        GM_TRY(gm_opaque_prefetch(engine, chunk, &is_possible));
+    }
+    return is_possible ? gm_update_issue(engine, chunk) : GM_OK;
 }
 
 gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)

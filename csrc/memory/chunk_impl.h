@@ -56,7 +56,7 @@ struct gm_chunks {
     uint32_t *piece_blocks; /* (capacity,) their blocks[], one behind the other */
     bool *is_all_resident;  /* (n_chunks,) */
     const bool *stays;      /* (n_chunks,) or NULL */
-    bool has_homes, keeps_homes, has_placement;
+    bool has_homes, keeps_homes, has_placement, places_states;
     gm_piece shown; /* what tensors show */
     gm_arena *homes;
     gm_workers *workers;

@@ -130,7 +130,7 @@ static gm_status map_stage(gm_chunks *chunks, const gm_plan *plan, const uint32_
 {
     gm_device *device = chunks->device;
     const gm_place *ring = NULL;
-    for (uint32_t id = 0; id < chunks->n_chunks && !ring; id++) {
+    for (uint32_t id = 0; !chunks->places_states && id < chunks->n_chunks && !ring; id++) {
         const gm_place *place = gm_plan_place(plan, id, GM_STATE);
         ring = place->length > 0 && !place->is_resident ? place : NULL;
     }
@@ -153,7 +153,7 @@ static gm_status map_placement(gm_chunks *chunks, const gm_plan *plan, const uin
         for (int kind = 0; kind < GM_N_PIECES; kind++) {
             piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
             const gm_place *place = gm_plan_place(plan, id, (gm_piece)kind);
-            bool is_passing = kind == GM_STATE && !place->is_resident; /* through the stage */
+            bool is_passing = kind == GM_STATE && !place->is_resident && !chunks->places_states;
             p->is_placed = place->length > 0 && p->n_blocks > 0 && !is_passing;
             if (!p->is_placed) {
                 continue;

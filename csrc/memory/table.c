@@ -87,6 +87,7 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     chunks->homes = options->homes;
     chunks->home_limit = options->home_limit;
     chunks->stays = options->stays;
+    chunks->places_states = options->places_states;
     chunks->workers = options->workers;
     chunks->on_change = options->on_change;
     chunks->context = options->context;
@@ -114,7 +115,8 @@ gm_status gm_chunks_new(const gm_chunks_options *options, gm_chunks **out)
     GM_TRY_GOTO(status, fail, make_streams(chunks));
     /* Addresses only: no more than all states (but what a stage must have), nor than a pipeline can
      * use. */
-    size_t stage = chunks->span_bytes[GM_STATE] / chunks->device->block_bytes;
+    size_t stage =
+        chunks->places_states ? 0 : chunks->span_bytes[GM_STATE] / chunks->device->block_bytes;
     size_t most = STAGE_BYTES_MOST / chunks->device->block_bytes;
     size_t least = stage > 0 ? gm_stage_least(chunks->device->block_bytes) : 0;
     stage = stage > least ? stage : least;

@@ -81,8 +81,10 @@ static void choose_classes(const gm_filling *f)
         } else if (is_fitting) {
             states_left -= has_to ? 0 : chunk->blocks[GM_STATE];
             cls = GM_CLASS_R;
-        } else if (!problem->is_trained[c] || f->dials->depth[GM_STATE] == 0 ||
-                   pick(&host_carry, (double)chunk->numel, f->dials->host)) {
+        } else if (!problem->is_trained[c] ||
+                   (!problem->input->is_opaque &&
+                    (f->dials->depth[GM_STATE] == 0 ||
+                     pick(&host_carry, (double)chunk->numel, f->dials->host)))) {
             cls = is_resident ? GM_CLASS_C1 : GM_CLASS_C2;
         } else {
             cls = is_resident ? GM_CLASS_S1 : GM_CLASS_S2;

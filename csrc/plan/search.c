@@ -257,6 +257,7 @@ static bool move_chunk(gm_search *s, uint32_t c, uint32_t move)
     }
     bool is_bad = (gm_is_streamed(move) && (chunk->must_reside || choice->of[c].is_kept)) ||
                   (!problem->is_trained[c] && gm_is_state_streamed(move)) ||
+                  (problem->input->is_opaque && problem->is_trained[c] && gm_is_on_host(move)) ||
                   (chunk->numel == 0 && move != GM_CLASS_R && move != GM_CLASS_C2) ||
                   (chunk->stays && move != GM_CLASS_R) || choice->of[c].class_of == move;
     choice->of[c].class_of = (uint8_t)move;

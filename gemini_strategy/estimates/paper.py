@@ -21,6 +21,7 @@ from gemini_strategy.memory.budget import DRIVER_RESERVE, first_reserve, slack
 from gemini_strategy.memory.segments import choose_segments, missing_bytes
 from gemini_strategy.memory.torch_memory import is_worth
 from gemini_strategy.optim import managed
+from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
 from gemini_strategy.parameters.foreign import check_modules
 from gemini_strategy.parameters.registration import Registration
 from gemini_strategy.parameters.sharing import check_sharing
@@ -86,8 +87,12 @@ class PaperModel:
         self.optimizer = optimizer
         self.device = device
         self.precision = precision.name
+        self.precision_plan = precision
         self.core: Any = None
         self.ranks: Any = _PaperRanks(n_ranks)
+        self.opaque: OpaqueOptimizer | None = None
+        if optimizer is not None and managed.is_opaque(optimizer):
+            self.opaque = OpaqueOptimizer(self, optimizer)  # type: ignore[arg-type]
         grouped = managed.check(optimizer, model) if optimizer is not None else set()
         check_modules(model, device, True)
         self.registration = Registration(self, grouped, adapter_parameters(model), None)  # type: ignore[arg-type]
@@ -146,6 +151,11 @@ def _events(entries: list[Any], machine: Machine, outside: int | None) -> Iterat
             yield _KIND["OUTSIDE"], outside + entry.bytes
     if seconds:
         yield _KIND["ELAPSE"], round(seconds * 1e9)
+
+
+def _no_update(*_: Any) -> bool:
+    """On paper there is nothing to step."""
+    return False
 
 
 def _updates(recorded: RecordedPass) -> list[tuple[Any, ...]]:
@@ -227,6 +237,7 @@ def plan_on_paper(
         slack_bytes=slack(budget) if has_limit else 0,
         is_paper=True,
         host_bytes=_host_bytes(settings, machine),
+        opaque=None if paper.opaque is None else _no_update,
         **more,
     )
 

@@ -22,6 +22,7 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
+from gemini_strategy.optim.opaque_optimizer import OpaqueStates
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.homes import LOWS, MOMENTS
 from gemini_strategy.parameters.low import note_seen, settled_low
@@ -30,6 +31,7 @@ from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.report.progress import Done, nothing
 
 if TYPE_CHECKING:
+    from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
     from gemini_strategy.runtime import Runtime
 
 _SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
@@ -59,12 +61,10 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             f"this {name} is managed already, with another model: close() that model's engine first, and where it "
             f"trains both, manage([model, other], optimizer); or make one {name} for each model"
         )
-    if type(optimizer) not in _SUPPORTED:
-        raise GeminiError(
-            f"optimizer {type(optimizer).__name__} is not supported: use torch.optim.AdamW, torch.optim.Adam, "
-            "gemini_strategy.HybridAdam or gemini_strategy.CPUAdam"
-        )
-    _check_class(type(optimizer))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GeminiError(f"optimizer is a {type(optimizer).__name__}, and no torch.optim.Optimizer")
+    if not is_opaque(optimizer):
+        _check_class(type(optimizer))
     if isinstance(optimizer, HybridAdam) and optimizer._gm_clip.seen:
         raise GeminiError(
             "the optimizer has clipped gradients that its step has not used yet, and the engine would use them "
@@ -73,7 +73,6 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     grouped: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
-        check_options(number, group)
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise GeminiError(
@@ -96,8 +95,16 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
                 f"the optimizer has a state for {name or 'a parameter'} of shape {tuple(parameter.shape)}, which "
                 "is in none of its groups: build a new optimizer"
             )
-        check_entry(name, tuple(parameter.shape), entry)
+        if not is_opaque(optimizer):
+            check_entry(name, tuple(parameter.shape), entry)
     return grouped
+
+
+def is_opaque(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its own step() makes the updates: it is none of Adam's, or does what ours does not."""
+    return _plain_class(optimizer) not in _SUPPORTED or any(
+        group.get(option) for group in optimizer.param_groups for option in _REFUSED_OPTIONS
+    )
 
 
 def check_options(number: int, group: Mapping[str, Any]) -> None:
@@ -109,16 +116,19 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
             )
 
 
-def each_once(groups: list[dict[str, Any]]) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """Parameters and their groups, which may have been edited."""
+def each_once(
+    groups: list[dict[str, Any]], is_opaque: bool
+) -> Iterator[tuple[nn.Parameter, int]]:
+    """Parameters and the numbers of their groups, which may have been edited."""
     seen: set[int] = set()
     for number, group in enumerate(groups):
-        check_options(number, group)
+        if not is_opaque:
+            check_options(number, group)
         for parameter in group["params"]:
             if id(parameter) in seen:
                 raise GeminiError(f"param_groups: {parameter._gm_slot.name} is in them twice")
             seen.add(id(parameter))
-            yield parameter, group
+            yield parameter, number
 
 
 def _until_close(method: Any) -> Any:
@@ -140,7 +150,8 @@ class _Managed:
 
     @_until_close
     def step(self, closure: Any = None) -> Any:
-        _check_class(_plain_class(self))
+        if self._gm_engine.opaque is None:
+            _check_class(_plain_class(self))
         return self._gm_engine.step(closure)
 
     def _go_past_the_engine(self, *_: Any, **__: Any) -> Any:
@@ -174,7 +185,7 @@ class _Managed:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """torch's own load_state_dict ends here; it has rounded what it found to the parameters' dtypes."""
-        if any(slot.has_low for slot in self._gm_engine.slots):
+        if self._gm_engine.opaque or any(slot.has_low for slot in self._gm_engine.slots):
             raise GeminiError(
                 "optimizer.load_state_dict was taken from the optimizer before manage(), and would round its states to "
                 "16 bits: take it after manage()"
@@ -251,7 +262,7 @@ def closing(engine: Runtime) -> str:
 def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
     """Refuses parameters for whose states the engine has no place."""
     for option in _REFUSED_OPTIONS:
-        if group.get(option):
+        if group.get(option) and engine.opaque is None:
             raise GeminiError(f"add_param_group: {option}=True is not supported")
     given = group["params"]
     given = group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -346,10 +357,11 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
     """Moves the optimizer's state into the engine and swaps its class."""
-    states = States(engine, {})
+    opaque = engine.opaque
+    states = States(engine, {}) if opaque is None else OpaqueStates(opaque, engine.slot_of_states)
     for parameter, state in optimizer.state.items():
         slot = engine.slot_of(parameter)
-        if not slot.has_moments:  # a frozen parameter's state stays as it is
+        if opaque is not None or not slot.has_moments:  # a frozen parameter's stays as it is
             states[parameter] = state
         elif "exp_avg" in state:
             states[parameter].assign(_with_true_low(slot, state), is_copied=True)
@@ -374,7 +386,9 @@ def _with_true_low(slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def moment_bytes(slot: Slot) -> int:
-    """Of both moments of a parameter, all ranks' parts together."""
+    """Of both moments of a parameter, all ranks' parts together; or of the states that an optimizer of its own has."""
+    if slot.engine.opaque is not None:
+        return int(slot.engine.opaque.state_bytes(slot))
     return len(MOMENTS) * math.prod(slot.shape) * torch.float32.itemsize
 
 
@@ -392,7 +406,10 @@ def releasing(
     is_ours = isinstance(optimizer, HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     lows: dict[nn.Parameter, torch.Tensor] = {}
-    for slot in engine.slots:
+    for slot in engine.opaque.slots() if engine.opaque is not None and with_states else ():
+        states[slot.parameter] = engine.opaque.read(slot)
+        done(moment_bytes(slot))
+    for slot in engine.slots if engine.opaque is None else ():
         parameter = slot.parameter
         is_whole = is_fp32 or slot.outer_dtype is torch.float32  # its master is given back
         gives_low = is_ours and slot.has_low and not is_whole
@@ -410,19 +427,27 @@ def releasing(
         for parameter, low in lows.items():
             parameter._gm_low = low
         order = {id(p): i for i, p in enumerate(optimizer.state)}
+        if engine.opaque is not None:
+            engine.opaque.release()
         let_go(optimizer)
         optimizer.state.update(sorted(states.items(), key=lambda item: order[id(item[0])]))
 
     return release
 
 
-def send_states(optimizer: torch.optim.Optimizer, slots: Iterable[Slot]) -> None:
+def send_states(
+    optimizer: torch.optim.Optimizer, slots: Iterable[Slot], opaque: OpaqueOptimizer | None
+) -> None:
     """What `releasing` has given back follows the parameters to their devices; what has no room stays on the host."""
     slots = list(slots)
     try:
         for slot in slots:
             parameter = slot.parameter
-            for key, value in optimizer.state.get(parameter, {}).items():
+            entry = optimizer.state.get(parameter, {})
+            if opaque is not None and entry:
+                optimizer.state[parameter] = opaque.sent(slot, entry, slot.original_device)
+                continue
+            for key, value in entry.items():
                 if key != "step":
                     optimizer.state[parameter][key] = value.to(slot.original_device)
             if hasattr(parameter, "_gm_low"):
@@ -479,8 +504,12 @@ def state_dict(
         packed["params"] = list(range(index, index + len(group["params"])))
         groups.append(packed)
         for parameter in group["params"]:
-            slot, entry = engine.slot_of(parameter), optimizer.state.get(parameter, {})
-            if slot.has_moments:
+            slot = engine.slot_of(parameter)
+            if engine.opaque is not None and slot.has_moments:
+                entry = engine.opaque.read(slot)
+            else:
+                entry = optimizer.state.get(parameter, {})
+            if engine.opaque is None and slot.has_moments:
                 saved = saved_entry(slot, entry, with_lows, root, for_file)
                 is_alone = engine.ranks.shard.size == 1
                 has_more = is_live and slot.has_state and is_alone
@@ -518,13 +547,16 @@ def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> N
     work = []
     for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
         for option in _REFUSED_OPTIONS:
-            if saved_group.get(option):
+            if saved_group.get(option) and engine.opaque is None:
                 raise ValueError(
                     f"param group {number} of the state dict: {option}=True is not supported"
                 )
         for key, parameter in zip(saved_group["params"], group["params"], strict=True):
             slot, entry = engine.slot_of(parameter), state["state"].get(key)
-            check_entry(slot.name, slot.shape, entry or {})
+            if engine.opaque is None:
+                check_entry(slot.name, slot.shape, entry or {})
+            else:
+                engine.opaque.check(slot, entry or {})
             work.append((parameter, entry))
     for saved_group, group in zip(saved, groups, strict=True):
         group.update(copy.deepcopy({k: v for k, v in saved_group.items() if k != "params"}))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _KEYS = ("step", *MOMENTS)
 
 
-class _Shown(MutableMapping[Any, Any], dict[Any, Any]):
+class Shown(MutableMapping[Any, Any], dict[Any, Any]):
     """A dict whose content is not only in it: no method of dict itself reads it."""
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class _Shown(MutableMapping[Any, Any], dict[Any, Any]):
         return self
 
 
-class _Entry(_Shown):
+class _Entry(Shown):
     """`optimizer.state[p]`. What others put beside the states of Adam is in the dict itself."""
 
     def __init__(self, slot: Slot) -> None:
@@ -161,7 +161,7 @@ class _Entry(_Shown):
         return dict, (kept(self._left()),)
 
 
-class States(_Shown, defaultdict[Any, Any]):
+class States(Shown, defaultdict[Any, Any]):
     """`optimizer.state`: entries of parameters whose states the engine has, and whatever else there is.
 
     True where there are any: torch.distributed.checkpoint's get_state_dict asks, and makes a first step with gradients

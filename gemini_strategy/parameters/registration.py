@@ -223,12 +223,22 @@ class Registration:
         is_rounded = slot.outer_dtype is not dtype and not self._is_exact(slot)
         slot.has_low = (is_trainable or is_rounded) and dtype is not torch.float32
         slot.has_moments = is_trained and (is_grouped or is_adapter)
+        if self._engine.opaque is not None and slot.has_moments:
+            # Its optimizer steps fp32 masters beside autocast, and else the weight itself.
+            slot.has_low = slot.has_low and self._engine.precision_plan.is_mixed
         slot.has_grad_home = is_trained
         return slot
 
     def _is_exact(self, slot: Slot) -> bool:
         """Whether the compute dtype loses nothing of the values, as a file has them in that dtype."""
         return self._loading is not None and self._loading.dtype(slot.parameter) is slot.dtype
+
+    def state_bytes(self) -> list[int]:
+        """Of each parameter's states, where the engine does not know what they are."""
+        opaque = self._engine.opaque
+        if opaque is None:
+            return [0] * len(self.slots)
+        return [opaque.state_bytes(slot) if slot.has_moments else 0 for slot in self.slots]
 
     def specs(self) -> list[tuple[int, int, int, bool, bool, bool]]:
         """What the core wants to know of each parameter (csrc/engine/engine.h, gm_engine_param)."""
@@ -265,9 +275,16 @@ class Registration:
         """Bytes of chunks that stay on the device."""
         return int(self._engine.core.stats()["staying_bytes"])
 
+    @functools.cached_property
+    def _most_updating(self) -> tuple[int, str]:
+        """Bytes of the largest chunk that an optimizer's own step() gets as a whole, and a parameter of it; 0: none."""
+        core = self._engine.core
+        return max(((core.chunk(s.id)[4], s.name) for s in self.slots), default=(0, ""))
+
     def floor_bytes(self) -> int:
         """The least that chunks need of the device."""
-        return self._staying + self._most_at_once[0] + self._waiting
+        most = max(self._most_at_once[0], self._most_updating[0])
+        return self._staying + most + self._waiting
 
     def check_floor(self, budget: int, available: int) -> int:
         """Every module must fit together with the modules around it that own parameters, and with the gradients
@@ -281,6 +298,15 @@ class Registration:
         """
         wanted, unit = self._most_at_once
         waiting, staying, total = self._waiting, self._staying, self.floor_bytes()
+        updating, name = self._most_updating
+        if updating > wanted and total > available:
+            enough = budget + total - available
+            raise GeminiMemoryError(
+                f"DEVICE: the step of {type(self._engine.optimizer).__name__} needs the chunk of {name} as a whole, "
+                f"{size_text(updating, is_wanted=True)} of weights, states and gradient, and device_budget leaves "
+                f"{size_text(max(available, 0))}: raise device_budget to at least {size_text(enough, is_wanted=True)} "
+                f"({enough} bytes), or give a smaller chunk_size"
+            )
         if unit is not None and total > available:
             largest, parameter = max(unit.owned, key=lambda item: item[1].numel())
             beside = f" and {size_text(waiting, is_wanted=True)} for gradients" if waiting else ""
@@ -314,7 +340,7 @@ class Registration:
             for key, unit in units.items()
         }  # of a module that is two units: those for evaluation, which are more
         most: tuple[int, _FoundUnit | None] = (0, None)
-        waiting: list[tuple[nn.Module, frozenset[tuple[int, int, int, int]]]] = [
+        waiting: list[tuple[nn.Module, frozenset[tuple[int, int, int, int, int]]]] = [
             (self._engine.model, frozenset())
         ]
         seen = set()
@@ -324,8 +350,8 @@ class Registration:
             if (id(module), held) in seen:
                 continue
             seen.add((id(module), held))
-            wanted = sum(shown for _, shown, _, _ in held)
-            wanted += max((gathering for _, _, gathering, _ in held), default=0)
+            wanted = sum(shown for _, shown, *_ in held)
+            wanted += max((gathering for _, _, gathering, *_ in held), default=0)
             if id(module) in units and wanted > most[0]:
                 most = wanted, units[id(module)]
             waiting += [(m, held) for m in reversed(module._modules.values()) if m is not None]
