@@ -86,7 +86,7 @@ class Core:
     def __new__(
         cls,
         ordinal: int,
-        params: Sequence[tuple[int, int, int, bool, bool, bool, str]],
+        params: Sequence[tuple[int, int, int, bool, bool, bool, str, int]],
         unit_params: Sequence[int],
         unit_begin: Sequence[int],
         unit_names: Sequence[str],
@@ -109,6 +109,7 @@ class Core:
         is_paper: bool = False,  # nothing has bytes; ordinal says of what device it is the paper
         host_bytes: int = -1,  # on paper: of the host, for the engine; -1: no limit
         host_limit: int = -1,  # of homes: what has none beyond it stays on the device; -1: no limit
+        opaque: Callable[[list[int], float, int, int], bool] | None = None,  # see opaque_place
         host_device: int = 0,  # address of what makes the host device (csrc/device/library.h); 0: ours
     ) -> Core: ...
     def replay(self, events: Sequence[tuple[int, ...]], /) -> None: ...  # kinds: RECORDED
@@ -136,6 +137,11 @@ class Core:
         stream: int,
         /,
     ) -> None: ...
+    # Updates that `opaque` makes (csrc/engine/opaque.c): of these parameters, with what gradients are multiplied by, or
+    # its address, on this stream; whether it has written gradients.
+    def opaque_place(self, param: int, /) -> tuple[int, int, int, int]: ...
+    def states_read(self, param: int, host_address: int, /) -> None: ...
+    def states_write(self, param: int, host_address: int, stream: int, /) -> None: ...
     def save_begin(self, params: Sequence[int], limit: int, /) -> None: ...
     def save_read(
         self, param: int, field: int, first: int, n: int, host_address: int, /

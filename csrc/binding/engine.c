@@ -176,9 +176,11 @@ static int parse_options(PyObject *args, PyObject *kwargs, core_options *out)
 
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    core_options o = {
-        .shard_comm = Py_None, .replica_comm = Py_None, .opaque = Py_None, .host_bytes = -1,
-        .host_limit = -1};
+    core_options o = {.shard_comm = Py_None,
+                      .replica_comm = Py_None,
+                      .opaque = Py_None,
+                      .host_bytes = -1,
+                      .host_limit = -1};
     gm_rates rates = {0};
     if (!parse_options(args, kwargs, &o) || gm_py_rates_parse(o.rates, &rates) < 0) {
         return NULL;
@@ -551,8 +553,8 @@ int gm_py_engine_init(PyObject *module)
         gm_py_add_type(module, "gemini_strategy._C.Core", sizeof(core), 0, core_parts);
     if (!gm_py_core_type || add_methods(gm_py_step_methods) < 0 ||
         add_methods(gm_py_save_methods) < 0 || add_methods(gm_py_room_methods) < 0 ||
-        add_methods(gm_py_paper_methods) < 0 || add_methods(gm_py_opaque_methods) < 0 || gm_py_paper_init(module) < 0 ||
-        PyModule_AddFunctions(module, module_methods) < 0) {
+        add_methods(gm_py_paper_methods) < 0 || add_methods(gm_py_opaque_methods) < 0 ||
+        gm_py_paper_init(module) < 0 || PyModule_AddFunctions(module, module_methods) < 0) {
         return -1;
     }
     return PyModule_AddIntConstant(module, "HOST_GRANULARITY", (long)gm_device_host_granularity());

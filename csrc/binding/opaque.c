@@ -25,11 +25,11 @@ gm_status gm_py_run_opaque(void *context, const gm_opaque_call *call, bool *wrot
     for (uint32_t i = 0; ids && i < call->n_params; i++) {
         ids = gm_py_append(ids, PyLong_FromUnsignedLong(call->params[i]));
     }
-    PyObject *result = ids ? PyObject_CallFunction(self->opaque, "OdKK", ids,
-                                                   (double)call->grad_scale,
-                                                   (unsigned long long)(uintptr_t)call->late_scale,
-                                                   (unsigned long long)call->stream)
-                           : NULL;
+    PyObject *result =
+        ids ? PyObject_CallFunction(self->opaque, "OdKK", ids, (double)call->grad_scale,
+                                    (unsigned long long)(uintptr_t)call->late_scale,
+                                    (unsigned long long)call->stream)
+            : NULL;
     Py_XDECREF(ids);
     int truth = gm_py_is_true(result);
     *wrote_grads = truth > 0;
@@ -42,8 +42,8 @@ static PyObject *core_opaque_place(core *self, PyObject *const *args, Py_ssize_t
 {
     unsigned long long v[1];
     const gm_engine *engine = gm_py_begin(self, "opaque_place", args, n_args, 1, v);
-    GM_PY_FAIL_IF(engine && *v >= self->n_params, PyExc_ValueError,
-                  "parameter %llu does not exist", *v);
+    GM_PY_FAIL_IF(engine && *v >= self->n_params, PyExc_ValueError, "parameter %llu does not exist",
+                  *v);
     GM_PY_TRY(engine);
     gm_opaque_place at;
     gm_engine_opaque_place(engine, (uint32_t)*v, &at);

@@ -192,3 +192,33 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
     GM_TRY(gm_call_begin(engine));
     return gm_call_end(engine, note_write(engine, id, stream));
 }
+
+/* ---- opaque states ---- */
+
+static gm_status begin_states(gm_engine *engine, uint32_t id)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    GM_FAIL_IF(!gm_is_opaque(engine), GM_ERR_STATE, "%s has no opaque states",
+               gm_engine_name(engine, id));
+    GM_TRY(gm_call_begin(engine));
+    uint32_t chunk = engine->params[id].place.chunk;
+    gm_status status = gm_update_check_between(engine, chunk);
+    status = status == GM_OK ? gm_update_issue(engine, chunk) : status;
+    return status == GM_OK ? GM_OK : gm_call_end(engine, status);
+}
+
+gm_status gm_engine_states_read(gm_engine *engine, uint32_t id, void *dst)
+{
+    GM_TRY(begin_states(engine, id));
+    const gm_param *p = &engine->params[id];
+    return gm_call_end(engine, gm_chunks_read(engine->chunks, p->place.chunk, GM_STATE,
+                                              p->state_offset, p->spec.state_bytes, dst, NULL));
+}
+
+gm_status gm_engine_states_write(gm_engine *engine, uint32_t id, const void *src, gm_stream stream)
+{
+    GM_TRY(begin_states(engine, id));
+    const gm_param *p = &engine->params[id];
+    return gm_call_end(engine, gm_chunks_write(engine->chunks, p->place.chunk, GM_STATE,
+                                               p->state_offset, p->spec.state_bytes, src, stream));
+}

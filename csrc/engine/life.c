@@ -1,5 +1,5 @@
-#define _XOPEN_SOURCE 700 /* recursive mutexes */
 /* life.c - making the engine and what it takes from the start, and its end. */
+#define _XOPEN_SOURCE 700 /* recursive mutexes */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>

@@ -158,9 +158,8 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
         if (held > limit - bytes && !keeps_plan(engine)) { /* the plan asks too much */
             (void)leave_plan(engine);
         }
-        gm_status status = keeps_plan(engine)
-                               ? GM_OK
-                               : gm_chunks_set_limit(engine->chunks, limit - bytes, &held);
+        gm_status status =
+            keeps_plan(engine) ? GM_OK : gm_chunks_set_limit(engine->chunks, limit - bytes, &held);
         has_room = note_refusal(engine, status, held <= limit - bytes);
     }
     gm_engine_unlock(engine);

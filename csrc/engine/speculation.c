@@ -102,9 +102,8 @@ static size_t find_limit(gm_engine *engine)
     gm_speculation *s = &engine->speculation;
     size_t available, homes = gm_arena_reserved(engine->arena) - engine->stay.home_bytes;
     if (s->limit == SIZE_MAX) {
-        bool is_none =
-            engine->policy == GM_POLICY_CUDA || gm_is_opaque(engine) ||
-            find_available(engine, homes, &available) != GM_OK;
+        bool is_none = engine->policy == GM_POLICY_CUDA || gm_is_opaque(engine) ||
+                       find_available(engine, homes, &available) != GM_OK;
         size_t wished = s->host_budget > homes ? s->host_budget - homes : 0;
         s->limit = is_none ? 0 : (wished < available ? wished : available) / s->divisor;
     }

@@ -46,7 +46,7 @@ typedef struct gm_chunks_options {
     gm_arena *homes;     /* begins with gm_chunks_home_bytes() free bytes; NULL: all resident */
     size_t home_limit;   /* bytes of homes */
     const bool *stays;   /* (n_chunks,) borrowed; NULL: none does */
-    bool places_states; /* those that pass have their own addresses, as other pieces; no stage */
+    bool places_states;  /* those that pass have their own addresses, as other pieces; no stage */
     gm_workers *workers; /* that touch them first */
     /* Called before weights or states of a chunk change, or NULL.  It may read both, and wait. */
     gm_status (*on_change)(void *context, uint32_t id);

@@ -62,7 +62,9 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
             f"trains both, manage([model, other], optimizer); or make one {name} for each model"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise GeminiError(f"optimizer is a {type(optimizer).__name__}, and no torch.optim.Optimizer")
+        raise GeminiError(
+            f"optimizer is a {type(optimizer).__name__}, and no torch.optim.Optimizer"
+        )
     if not is_opaque(optimizer):
         _check_class(type(optimizer))
     if isinstance(optimizer, HybridAdam) and optimizer._gm_clip.seen:
@@ -116,9 +118,7 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
             )
 
 
-def each_once(
-    groups: list[dict[str, Any]], is_opaque: bool
-) -> Iterator[tuple[nn.Parameter, int]]:
+def each_once(groups: list[dict[str, Any]], is_opaque: bool) -> Iterator[tuple[nn.Parameter, int]]:
     """Parameters and the numbers of their groups, which may have been edited."""
     seen: set[int] = set()
     for number, group in enumerate(groups):

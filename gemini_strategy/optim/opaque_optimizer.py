@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
 _ALIGN = 512  # bytes: as torch's allocator places a tensor
-_SAME = (0.0, 0.9, 0.999, 1e-8, 0.0)  # hyperparameters of Adam that the core takes and nothing reads
+_SAME = (
+    0.0,
+    0.9,
+    0.999,
+    1e-8,
+    0.0,
+)  # hyperparameters of Adam that the core takes and nothing reads
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,9 @@ class OpaqueOptimizer:
         for slot in slots:
             groups.setdefault(self._group_of[id(slot.parameter)], []).append(slot)
         opened = {slot: self._stand_in(slot) for slot in slots}
-        grads = {slot: (grad, grad._version) for slot in slots for grad in [opened[slot].open(factor)]}
+        grads = {
+            slot: (grad, grad._version) for slot in slots for grad in [opened[slot].open(factor)]
+        }
         try:
             self._step(groups)
         finally:
@@ -403,7 +411,9 @@ class OpaqueOptimizer:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
         """
         if not isinstance(entry, Mapping):
-            raise TypeError(f"{slot.name}: optimizer.state[p] is a dict, not {type(entry).__name__}")
+            raise TypeError(
+                f"{slot.name}: optimizer.state[p] is a dict, not {type(entry).__name__}"
+            )
         found = dict(leaves(entry))
         places = {leaf.path: leaf for leaf, _ in self._form(slot).places}
         if entry:  # another floating-point dtype is what torch's load_state_dict() makes of it
