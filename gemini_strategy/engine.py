@@ -24,6 +24,7 @@ from gemini_strategy.checkpoint.pretrained import save_pretrained
 from gemini_strategy.checkpoint.save import Wanted, save
 from gemini_strategy.errors import GeminiError, GuardError
 from gemini_strategy.optim import managed
+from gemini_strategy.optim.several import Several
 from gemini_strategy.parameters import gate, masters, order, quantized
 from gemini_strategy.parameters.slot import Slot
 from gemini_strategy.report import chunks, tables
@@ -57,7 +58,8 @@ class Engine(Uncopied, _C.Handle):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.model = runtime.model
-        self.optimizer = runtime.optimizer
+        several = isinstance(runtime.optimizer, Several)
+        self.optimizer = runtime.optimizer.parts if several else runtime.optimizer
         self.device = runtime.device
         self.precision = runtime.precision
         self.scaler = runtime.scaler
@@ -283,7 +285,7 @@ class Engine(Uncopied, _C.Handle):
         self._runtime.check_open()
         if self.optimizer is None:
             raise GeminiError("there is no optimizer: manage(model, optimizer) with one to train")
-        return self.optimizer
+        return self._runtime.optimizer
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Everything for an exact resume: masters, buffers, moments, steps, loss scaler. See model_state_dict."""

@@ -19,6 +19,7 @@ from gemini_strategy.inherited import note
 from gemini_strategy.machine.device import find_device
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
+from gemini_strategy.optim.several import Several
 from gemini_strategy.parameters import absent, doors, patches, quantized
 from gemini_strategy.parameters.hooks import RootForward, keep_nets_on_top
 from gemini_strategy.parameters.original import Original
@@ -56,7 +57,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 @taking(Managed)
 def manage(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     **given: Unpack[Managed],
 ) -> Engine:
     """Puts a built model's parameters into chunks, in place, and takes its optimizer over.
@@ -104,6 +105,8 @@ def manage(
     original = None
     try:
         model = joined(model)
+        if isinstance(optimizer, list | tuple):
+            optimizer = Several(optimizer) if len(optimizer) > 1 else next(iter(optimizer), None)
         check("manage", given, Managed)
         if absent.nets:
             gc.collect()  # a model that nobody has any more is a cycle with its engine, and keeps its homes

@@ -29,6 +29,7 @@ from gemini_strategy.memory.budget import DeviceMemory
 from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import clip_coefficient, hyperparameters, mode
 from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
+from gemini_strategy.optim.several import OpaqueSeveral, Several
 from gemini_strategy.parameters import absent, foreign, order, stand_in
 from gemini_strategy.parameters.hooks import SavedTensorNet, root_forwards
 from gemini_strategy.parameters.original import Original
@@ -90,7 +91,7 @@ class Runtime(Uncopied, Reporting):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Several | None,
         settings: Settings,
         scaler: LossScaler,
         ranks: Ranks,
@@ -120,9 +121,12 @@ class Runtime(Uncopied, Reporting):
         if optimizer is not None:
             managed.settle(optimizer)
         foreign.check_modules(model, settings.device, settings.weights is not None)
-        self.opaque = None
-        if optimizer is not None and managed.is_opaque(optimizer):
+        self.opaque: OpaqueOptimizer | OpaqueSeveral | None = None
+        if isinstance(optimizer, Several):
+            self.opaque = OpaqueSeveral(self, optimizer)
+        elif optimizer is not None and managed.is_opaque(optimizer):
             self.opaque = OpaqueOptimizer(self, optimizer)
+        if self.opaque is not None:
             if settings.precision.is_mixed:  # as torch has them beside fp32 weights
                 self.settings = settings = dataclasses.replace(settings, is_grad_f32=True)
         loading = Loading(model, settings.weights, settings.missing)
@@ -133,6 +137,11 @@ class Runtime(Uncopied, Reporting):
         self.slots_by_id = {slot.id: slot for slot in self.slots}
         is_half = any(s.has_grad_home and s.dtype is torch.float16 for s in self.slots)
         self.scaler = scaler if is_half else None
+        if is_half and isinstance(optimizer, Several):  # each step() would update the one scale
+            raise GeminiError(
+                f"{len(optimizer.parts)} optimizers of fp16 weights would share one loss scale: use "
+                'precision="bf16-mixed" or "bf16-true", or one optimizer'
+            )
         self.choose_way()
         original.on_restore(self._abandon)
         self._make_core(registration)
@@ -382,7 +391,9 @@ class Runtime(Uncopied, Reporting):
         self.check_open()
         if self.optimizer is not None and self.ranks.size > 1:
             agreement.check_hyperparameters(self, "backward(step=True)", ())
-        if self.optimizer is None or self.scaler is not None or self.coming_step.factor != 1.0:
+        # Of several optimizers the first step() is not the whole step.
+        is_one = self.optimizer is not None and not isinstance(self.optimizer, Several)
+        if not is_one or self.scaler is not None or self.coming_step.factor != 1.0:
             yield
             return
         self.settle()
@@ -392,8 +403,11 @@ class Runtime(Uncopied, Reporting):
         with self.explaining_step(), self.coming_step.announced(updates):
             yield
 
-    def _stepped(self) -> Iterator[tuple[Slot, int]]:
-        """What a step updates where there is a gradient: slots in the order of the groups, and these' numbers."""
+    def _stepped(self, of: Any = None) -> Iterator[tuple[Slot, dict[str, Any]]]:
+        """What a step updates where there is a gradient: slots in the order of the groups, and their groups.
+
+        `of`: the optimizer, if it is one of several; None: all of them.
+        """
         if self.thawed:
             slot = min(self.thawed, key=lambda slot: slot.id)
             raise GeminiError(
@@ -401,10 +415,11 @@ class Runtime(Uncopied, Reporting):
                 "begins, in on_train_epoch_start or on_train_batch_start"
             )
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        for parameter, number in managed.each_once(groups, self.opaque is not None):
+        groups = groups if of is None else of.param_groups
+        for parameter, group in managed.each_once(groups, self.opaque is not None):
             slot = self.slot_of(parameter)
             if slot.has_moments:
-                yield slot, number
+                yield slot, group
             elif slot.has_grad_home or slot.grad is not None:  # torch steps whatever has one
                 way = "" if slot.has_grad_home else "drop its gradient (zero_grad()), "
                 raise GeminiError(
@@ -511,8 +526,8 @@ class Runtime(Uncopied, Reporting):
             slot.clamp_grad(bound)
 
     @_torch.untraced
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """What is behind `optimizer.step()`."""
+    def step(self, closure: Callable[[], Any] | None, of: Any = None) -> Any:
+        """What is behind `optimizer.step()`; `of`: as in _stepped."""
         self.check_open()
         loss = None
         if closure is not None:
@@ -522,7 +537,7 @@ class Runtime(Uncopied, Reporting):
         self.recover()
         self.check_assigned()
         self.coming_step.check_unchanged()
-        work = [item for item in self._stepped() if self.core.has_grad(item[0].id)]
+        work = [item for item in self._stepped(of) if self.core.has_grad(item[0].id)]
         self.coming_step.shorten(slot for slot, _ in work)
         shown: list[Slot] = []
         if self.ranks.size > 1:
@@ -566,14 +581,13 @@ class Runtime(Uncopied, Reporting):
         absent.sweep()
         return loss
 
-    def _note_taken(self, work: list[tuple[Slot, int]]) -> None:
+    def _note_taken(self, work: list[tuple[Slot, dict[str, Any]]]) -> None:
         """The core has taken a step."""
-        groups = self.optimizer.param_groups
-        for slot, number in work:
+        for slot, group in work:
             if slot.count_update() and self.opaque is None:
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
             # torch's get_state_dict() makes such a step behind the model's state dict.
-            slot.note_change(is_same=float(groups[number].get("lr", 1.0)) == 0.0)
+            slot.note_change(is_same=float(group.get("lr", 1.0)) == 0.0)
         if self.scaler is not None:
             self.scaler.update(False)
         self.coming_step.taken(self.scaler is None and self.core.wants_numbers())
@@ -600,12 +614,11 @@ class Runtime(Uncopied, Reporting):
             self.ranks.abort(f"optimizer step: {error}")
             raise
 
-    def _update(self, slot: Slot, number: int, divisor: float) -> tuple[Any, ...]:
+    def _update(self, slot: Slot, group: dict[str, Any], divisor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it."""
         factor = 1.0 if self.coming_step.is_late else self.coming_step.factor
         if self.opaque is not None:
-            return self.opaque.update(slot, number, divisor, factor)
-        group = self.optimizer.param_groups[number]
+            return self.opaque.update(slot, divisor, factor)
         numbers = (*hyperparameters(group), slot.adam_step + 1, *mode(group))
         return (slot.id, *numbers, divisor, factor)
 

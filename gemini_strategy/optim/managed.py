@@ -23,6 +23,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
 from gemini_strategy.optim.opaque_optimizer import OpaqueStates
+from gemini_strategy.optim.several import Several, parts_of
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.homes import LOWS, MOMENTS
 from gemini_strategy.parameters.low import note_seen, settled_low
@@ -45,11 +46,8 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
         GeminiError: another kind of optimizer, an unsupported option, or parameters that are not the
             model's.
     """
-    if isinstance(optimizer, list | tuple):
-        raise GeminiError(
-            f"got {len(optimizer)} optimizers: one engine has one optimizer; put the parameters into "
-            "several groups of one AdamW"
-        )
+    if isinstance(optimizer, Several):
+        return optimizer.check(lambda part: check(part, model), model)
     if isinstance(optimizer, type):
         name = optimizer.__name__
         raise GeminiError(
@@ -75,6 +73,11 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
     names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
     grouped: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise GeminiError(
+                f"param group {number}: differentiable=True is not supported, as no graph goes through a managed step: "
+                "build the optimizer without it"
+            )
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise GeminiError(
@@ -118,8 +121,10 @@ def check_options(number: int, group: Mapping[str, Any]) -> None:
             )
 
 
-def each_once(groups: list[dict[str, Any]], is_opaque: bool) -> Iterator[tuple[nn.Parameter, int]]:
-    """Parameters and the numbers of their groups, which may have been edited."""
+def each_once(
+    groups: list[dict[str, Any]], is_opaque: bool
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """Parameters and their groups, which may have been edited."""
     seen: set[int] = set()
     for number, group in enumerate(groups):
         if not is_opaque:
@@ -128,7 +133,7 @@ def each_once(groups: list[dict[str, Any]], is_opaque: bool) -> Iterator[tuple[n
             if id(parameter) in seen:
                 raise GeminiError(f"param_groups: {parameter._gm_slot.name} is in them twice")
             seen.add(id(parameter))
-            yield parameter, number
+            yield parameter, group
 
 
 def _until_close(method: Any) -> Any:
@@ -152,7 +157,8 @@ class _Managed:
     def step(self, closure: Any = None) -> Any:
         if self._gm_engine.opaque is None:
             _check_class(_plain_class(self))
-        return self._gm_engine.step(closure)
+        is_one = self._gm_engine.optimizer is self
+        return self._gm_engine.step(closure, None if is_one else self)
 
     def _go_past_the_engine(self, *_: Any, **__: Any) -> Any:
         """What the plain class's own step and clip call."""
@@ -291,13 +297,13 @@ def is_wrapped(optimizer: torch.optim.Optimizer, step: Any) -> bool:
 
 def who_needs_gradients(engine: Runtime) -> str | None:
     """Of what the user has put on the optimizer and the parameters: what may need gradients until their step."""
-    optimizer: Any = engine.optimizer
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    optimizers: list[Any] = parts_of(engine.optimizer)
+    if any(o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks for o in optimizers):
         return "the optimizer has hooks"
     for hook in (*_torch.optimizers_pre_hooks.values(), *_torch.optimizers_post_hooks.values()):
         if not str(getattr(hook, "__module__", None)).startswith("torch."):  # its profilers'
             return "all optimizers have hooks"
-    if is_wrapped(optimizer, type(optimizer).step):
+    if any(is_wrapped(o, type(o).step) for o in optimizers):
         return "the optimizer's step is wrapped"
     for slot in engine.slots:  # one hook is the engine's
         if slot.has_grad_home and len(slot.parameter._post_accumulate_grad_hooks) > 1:
@@ -338,6 +344,8 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
     What is in no entry any more goes to its parameter.
     """
+    if isinstance(optimizer, Several):
+        return  # none of them is ours
     is_ours = isinstance(optimizer, HybridAdam)
     for parameter, (low, _) in optimizer._gm_lows.items() if is_ours else ():
         if optimizer._lacks(parameter, low):
@@ -358,7 +366,14 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
     """Moves the optimizer's state into the engine and swaps its class."""
     opaque = engine.opaque
-    states = States(engine, {}) if opaque is None else OpaqueStates(opaque, engine.slot_of_states)
+    if isinstance(optimizer, Several):
+        for part in optimizer.parts:
+            install(engine, part)
+        optimizer.state = OpaqueStates(opaque, engine.slot_of_states)
+        return
+    states: Any = States(engine, {})
+    if opaque is not None:
+        states = OpaqueStates(opaque.of(optimizer), engine.slot_of_states)
     for parameter, state in optimizer.state.items():
         slot = engine.slot_of(parameter)
         if opaque is not None or not slot.has_moments:  # a frozen parameter's stays as it is
@@ -430,7 +445,10 @@ def releasing(
         if engine.opaque is not None:
             engine.opaque.release()
         let_go(optimizer)
-        optimizer.state.update(sorted(states.items(), key=lambda item: order[id(item[0])]))
+        for part in parts_of(optimizer):
+            own = {id(p) for group in part.param_groups for p in group["params"]}
+            mine = [item for item in states.items() if id(item[0]) in own]
+            part.state.update(sorted(mine, key=lambda item: order[id(item[0])]))
 
     return release
 
@@ -443,10 +461,13 @@ def send_states(
     try:
         for slot in slots:
             parameter = slot.parameter
-            entry = optimizer.state.get(parameter, {})
-            if opaque is not None and entry:
-                optimizer.state[parameter] = opaque.sent(slot, entry, slot.original_device)
+            if opaque is not None:
+                for part in parts_of(optimizer):
+                    entry = part.state.get(parameter)
+                    if entry:
+                        part.state[parameter] = opaque.sent(slot, entry, slot.original_device)
                 continue
+            entry = optimizer.state.get(parameter, {})
             for key, value in entry.items():
                 if key != "step":
                     optimizer.state[parameter][key] = value.to(slot.original_device)
@@ -455,7 +476,7 @@ def send_states(
     except torch.OutOfMemoryError as error:
         text = f"the optimizer's states from {slot.name} on stay on the host: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
-    for parameter in (slot.parameter for slot in slots):
+    for parameter in (slot.parameter for slot in slots if opaque is None):
         if hasattr(parameter, "_gm_low") or "remainder" in optimizer.state.get(parameter, {}):
             note_seen(parameter)
     if isinstance(optimizer, HybridAdam):
@@ -464,6 +485,10 @@ def send_states(
 
 def let_go(optimizer: torch.optim.Optimizer) -> None:
     """Gives the optimizer its class back; what the engine has of its state stays there."""
+    if isinstance(optimizer, Several):
+        for part in optimizer.parts:
+            let_go(part)
+        return
     kind = type(optimizer)
     rest = optimizer._gm_state.rest()
     del optimizer._gm_engine, optimizer._gm_state

@@ -212,9 +212,10 @@ class OpaqueOptimizer:
 
     # ---- steps ----
 
-    def update(self, slot: Slot, number: int, divisor: float, factor: float) -> tuple[Any, ...]:
+    def update(self, slot: Slot, divisor: float, factor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it; equal as long as its group is."""
-        return (slot.id, *_SAME, self._recipe(number), True, True, divisor, factor)
+        recipe = self._recipe(self._group_of[id(slot.parameter)])
+        return (slot.id, *_SAME, recipe, True, True, divisor, factor)
 
     def _recipe(self, number: int) -> int:
         """A number for the values of a group, from 1 on."""
@@ -226,6 +227,16 @@ class OpaqueOptimizer:
                 return index + 1
         self._recipes.append({k: _copied(v) for k, v in now.items()})
         return len(self._recipes)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> OpaqueOptimizer:
+        """As OpaqueSeveral.of."""
+        return self
+
+    def select(self, ids: list[int]) -> list[int]:
+        """Those of its own parameters."""
+        runtime = self._runtime()
+        assert runtime is not None
+        return [i for i in ids if id(runtime.slots_by_id[i].parameter) in self._group_of]
 
     def begin(self) -> None:
         """A step comes, or the backward that ends one: its groups are what they are now."""

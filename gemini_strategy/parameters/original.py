@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from gemini_strategy import _torch
+from gemini_strategy.optim.several import parts_of
 from gemini_strategy.parameters import quantized
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -99,7 +100,7 @@ class Original:
         optimizer: likewise, or None.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
         known = nn.Module().__dict__
         self._tables: list[_Table] = []
         for module in model.modules():
@@ -113,9 +114,12 @@ class Original:
         for parameter in model.parameters():
             for _, part in quantized.parts(parameter):
                 self._parameters[id(part)] = _Parameter(part)
-        self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        if self._optimizer is not None:
-            self._optimizer_class = type(optimizer)
+        self._optimizers = [
+            (each, type(each))
+            for each in parts_of(optimizer)
+            if isinstance(each, torch.optim.Optimizer)
+        ]
+        for optimizer, _ in self._optimizers:
             state, groups = optimizer.state, optimizer.param_groups
             inner = [*groups, *(group["params"] for group in groups), *state.values()]
             tables = [optimizer.__dict__, state, groups, *inner]
@@ -150,8 +154,9 @@ class Original:
         """Puts everything back; `error` is what has happened."""
         for parameter in self._parameters.values():
             parameter.restore()
-        if self._optimizer is not None and type(self._optimizer) is not self._optimizer_class:
-            self._optimizer.__class__ = self._optimizer_class
+        for optimizer, kind in self._optimizers:
+            if type(optimizer) is not kind:
+                optimizer.__class__ = kind
         for table in self._tables:
             table.restore()
         while self._acts:
@@ -164,7 +169,7 @@ class Original:
         self._tables.clear()
         self._parameters.clear()
         self._acts.clear()
-        self._optimizer = None
+        self._optimizers = []
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -247,44 +247,19 @@ def test_unknown_argument() -> None:
         _manage(Mlp(), prefetch_everything=True)
 
 
-def test_several_optimizers() -> None:
+def test_optimizers_with_a_parameter_in_common() -> None:
     model = Mlp()
-    with pytest.raises(REFUSED, match="one optimizer"):
+    with pytest.raises(REFUSED, match=r"is in optimizer 0 \(AdamW\) and in optimizer 1 \(AdamW\)"):
         _manage(model, [_adam(model), _adam(model)])
     _untouched(model)
 
 
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
-        (lambda p: torch.optim.Adamax(p), "Adamax"),
-        (lambda p: torch.optim.RMSprop(p), "RMSprop"),
-        (lambda p: torch.optim.NAdam(p), "NAdam"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
-        (lambda p: torch.optim.Adam(p, maximize=True), "maximize"),
-        (lambda p: torch.optim.AdamW(p, foreach=False, differentiable=True), "differentiable"),
-    ],
-    ids=["sgd", "adamax", "rmsprop", "nadam", "amsgrad", "maximize", "differentiable"],
-)
-def test_unsupported_optimizer(make: Callable, word: str) -> None:
+def test_a_step_that_autograd_records() -> None:
     model = Mlp()
-    with pytest.raises(REFUSED) as error:
-        _manage(model, make(model.parameters()))
-    text = str(error.value)
-    assert word in text, text
-    assert "AdamW" in text or word in ("amsgrad", "maximize", "differentiable"), text
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, differentiable=True)
+    with pytest.raises(REFUSED, match="differentiable"):
+        _manage(model, optimizer)
     _untouched(model)
-
-
-def test_own_subclass_with_its_own_step_is_refused() -> None:
-    class Mine(torch.optim.AdamW):
-        def step(self, closure=None):
-            return None
-
-    model = Mlp()
-    with pytest.raises(REFUSED, match="Mine"):
-        _manage(model, Mine(model.parameters()))
 
 
 def test_the_class_of_an_optimizer() -> None:
@@ -293,7 +268,7 @@ def test_the_class_of_an_optimizer() -> None:
 
 
 def test_not_an_optimizer() -> None:
-    with pytest.raises(REFUSED, match="AdamW"):
+    with pytest.raises(REFUSED, match=r"optimizer is a str, and no torch.optim.Optimizer"):
         _manage(Mlp(), "adam")
 
 

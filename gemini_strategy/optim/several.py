@@ -1,0 +1,152 @@
+"""Several optimizers of one model, each of other parameters: Muon for its matrices, AdamW for the rest.
+
+Each steps when its own `step()` is called, as without an engine. Where the engine asks for "the optimizer" (groups for a
+norm, states for a checkpoint) it gets all of them as one: their groups one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
+
+if TYPE_CHECKING:
+    from gemini_strategy.parameters.slot import Slot
+    from gemini_strategy.runtime import Runtime
+
+
+class Several:
+    """What the engine wants of one optimizer, of several."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+        states = [part.state for part in parts if isinstance(part, torch.optim.Optimizer)]
+        self.state: Any = ChainMap(*states)
+        for when in (
+            "state_dict_pre",
+            "state_dict_post",
+            "load_state_dict_pre",
+            "load_state_dict_post",
+        ):
+            setattr(self, f"_optimizer_{when}_hooks", OrderedDict())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def check(
+        self, check: Callable[[torch.optim.Optimizer], set[int]], model: nn.Module
+    ) -> set[int]:
+        """id() of all their parameters, of which each is in one of them alone.
+
+        Raises:
+            GeminiError: one of them cannot be managed, or two have a parameter in common.
+        """
+        names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+        owners: dict[int, int] = {}
+        for number, part in enumerate(self.parts):
+            for key in check(part):
+                if key in owners:
+                    raise GeminiError(
+                        f"{names[key]} is in optimizer {owners[key]} ({type(self.parts[owners[key]]).__name__}) and in "
+                        f"optimizer {number} ({type(part).__name__}): a parameter has one optimizer"
+                    )
+                owners[key] = number
+        return set(owners)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """All of them, in their order."""
+        if closure is not None:
+            raise GeminiError(
+                f"a closure for {len(self.parts)} optimizers: call it yourself, then engine.step()"
+            )
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def parts_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that a person has."""
+    if optimizer is None:
+        return []
+    return list(optimizer.parts) if isinstance(optimizer, Several) else [optimizer]
+
+
+class OpaqueSeveral:
+    """An OpaqueOptimizer for each of them; a parameter's is its own optimizer's."""
+
+    def __init__(self, runtime: Runtime, optimizers: Several) -> None:
+        self._members = [OpaqueOptimizer(runtime, part) for part in optimizers.parts]
+        self._parts = optimizers.parts
+        self._owner = {
+            id(p): member
+            for part, member in zip(optimizers.parts, self._members, strict=True)
+            for group in part.param_groups
+            for p in group["params"]
+        }
+
+    def of(self, optimizer: torch.optim.Optimizer) -> OpaqueOptimizer:
+        """The one that has an optimizer's states."""
+        return self._members[[part is optimizer for part in self._parts].index(True)]
+
+    def _of(self, slot: Slot) -> OpaqueOptimizer:
+        return self._owner.get(id(slot.parameter), self._members[0])
+
+    def state_bytes(self, slot: Slot) -> int:
+        return self._of(slot).state_bytes(slot)
+
+    def update(self, slot: Slot, divisor: float, factor: float) -> tuple[Any, ...]:
+        return self._of(slot).update(slot, divisor, factor)
+
+    def begin(self) -> None:
+        for member in self._members:
+            member.begin()
+
+    def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
+        """As OpaqueOptimizer.run; a step is of one of them."""
+        wrote = False
+        for member in self._members:
+            mine = member.select(ids)
+            wrote |= bool(mine) and member.run(mine, scale, late_scale, stream)
+        return wrote
+
+    def take_error(self) -> BaseException | None:
+        return next(filter(None, [member.take_error() for member in self._members]), None)
+
+    def take_back(self) -> None:
+        for member in self._members:
+            member.take_back()
+
+    def has(self, slot: Slot) -> bool:
+        return self._of(slot).has(slot)
+
+    def slots(self) -> list[Slot]:
+        return [slot for member in self._members for slot in member.slots()]
+
+    def read(self, slot: Slot) -> dict[Any, Any]:
+        return self._of(slot).read(slot)
+
+    def write(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        self._of(slot).write(slot, entry)
+
+    def check(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        self._of(slot).check(slot, entry)
+
+    def show(self, slot: Slot) -> dict[Any, Any]:
+        return self._of(slot).show(slot)
+
+    def sent(self, slot: Slot, entry: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
+        return self._of(slot).sent(slot, entry, device)
+
+    def release(self) -> None:
+        for member in self._members:
+            member.release()
