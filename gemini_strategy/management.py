@@ -19,7 +19,7 @@ from gemini_strategy.inherited import note
 from gemini_strategy.machine.device import find_device
 from gemini_strategy.machine.host import pci_bus_id, place, share_of_host
 from gemini_strategy.machine.rates import are_tuned, machine_rates
-from gemini_strategy.optim.several import Several
+from gemini_strategy.optim.several import Several, parts_of
 from gemini_strategy.parameters import absent, doors, patches, quantized
 from gemini_strategy.parameters.hooks import RootForward, keep_nets_on_top
 from gemini_strategy.parameters.original import Original
@@ -120,7 +120,7 @@ def manage(
             )
         doors.install()
         keep_nets_on_top()
-        original = Original(model, optimizer)
+        original = Original(model, parts_of(optimizer))
         # Whatever device the caller builds on, and whether or not anything will be trained there.
         with patches.opening(), torch.device("cpu"), torch.inference_mode(False):
             runtime = Runtime(model, optimizer, settings, scaler, ranks, original)

@@ -1,19 +1,20 @@
 """The tensors of one parameter's state, whatever its optimizer makes of it: `optimizer.state[parameter]`, an entry.
 
-An entry is a tree: dicts, lists and tuples, and tensors that are made of other tensors (`__tensor_flatten__`). Its leaves
-are the plain tensors at the ends. What is no tensor, objects that hold tensors included, stays as it is.
+An entry is a tree: dicts, lists and tuples, and tensors that are made of other tensors (`__tensor_flatten__`). Its
+leaves are the plain tensors at the ends. What is no tensor, objects that hold tensors included, stays as it is.
 
 Invariants
     1. The order of leaves depends on their paths alone, not on which key came first into a dict.
-    2. A tensor that stands in several places is one leaf, at the first of its paths, and its replacement goes to all of
-       them. Different tensors of one entry that have bytes in common are refused: apart they would not follow each other.
-    3. A leaf that is kept in a chunk has its own strides there, so these must be those of memory without holes. Where it
-       lies in its storage does not matter.
+    2. A tensor that stands in several places is one leaf, at the first of its paths, and its replacement goes to all
+       of them. Different tensors of one entry that have bytes in common are refused: apart, they would differ.
+    3. A leaf that is kept in a chunk has its own strides there, so these must be those of memory without holes. Where
+       it lies in its storage does not matter.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Leaf:
         for step, n in sorted(zip(stride, shape, strict=True)):
             if n > 1 and step != dense:
                 raise GeminiError(
-                    f"state {text(path)} of shape {shape} has strides {stride}, which leave holes between its elements or "
+                    f"state {text(path)} of shape {shape} has strides {stride}, which leave holes between elements or "
                     "let them share memory: keep .contiguous() of it in the optimizer's state"
                 )
             dense *= n
@@ -89,10 +90,10 @@ def leaves(entry: Any) -> list[tuple[Path, torch.Tensor]]:
             spans.setdefault(_torch.storage_id(tensor.untyped_storage()), []).append(span)
     for together in spans.values():
         together.sort(key=lambda span: span[:2])
-        for (_, end, one), (begin, _, other) in zip(together, together[1:], strict=False):
+        for (_, end, one), (begin, _, other) in itertools.pairwise(together):
             if begin < end:
                 raise GeminiError(
-                    f"states {text(one)} and {text(other)} of one parameter are views of the same {end - begin} bytes, and "
+                    f"states {text(one)} and {text(other)} of one parameter share memory ({end - begin} bytes), and "
                     "would be kept apart: clone one of them in the optimizer's state"
                 )
     return list(found.values())
@@ -150,8 +151,8 @@ def _walk(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
             )
         if value.layout is not torch.strided:
             raise GeminiError(
-                f"state {text(path)} has the layout {value.layout}, and only strided tensors are kept: use an optimizer "
-                "whose states are dense"
+                f"state {text(path)} has the layout {value.layout}, and only strided tensors are kept: use an "
+                "optimizer whose states are dense"
             )
         yield path, value
     elif isinstance(value, dict):
@@ -161,8 +162,8 @@ def _walk(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
                 yield from inside
             elif next(inside, None) is not None:
                 raise GeminiError(
-                    f"state {text(path)} has tensors under {key!r}, a {type(key).__name__}: only text and whole numbers "
-                    "name a state"
+                    f"state {text(path)} has tensors under {key!r}, a {type(key).__name__}, and a state is named by "
+                    "text and whole numbers: use an optimizer whose states are so"
                 )
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):

@@ -178,6 +178,7 @@ class OpaqueOptimizer:
         self._recipes: list[dict[str, Any]] = []
         self._start: rehearsal.Own | None = None
         self._end: rehearsal.Own | None = None
+        self._stream: int | None = None  # of updates
         self.error: BaseException | None = None  # that step() has raised
 
     # ---- what a chunk has ----
@@ -253,8 +254,14 @@ class OpaqueOptimizer:
         """Steps these parameters; gives whether their gradients were written."""
         runtime = self._runtime()
         assert runtime is not None
+        self._stream = stream
         try:
-            with torch.inference_mode(False), torch.no_grad(), _on_stream(runtime.device, stream):
+            returns = self._rehearsed.writes_itself
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                _on_stream(runtime.device, stream, returns),
+            ):
                 factor: Any = scale
                 if late_scale:
                     factor = _at(late_scale, (), (), torch.float32, runtime.device)
@@ -379,8 +386,10 @@ class OpaqueOptimizer:
             return {}
         form = self._form(slot)
         memory = torch.empty(form.nbytes, dtype=torch.uint8, device="cpu")
-        if form.nbytes:
-            slot.engine.core.states_read(slot.id, memory.data_ptr())
+        slot.engine.core.states_read(slot.id, memory.data_ptr())
+        if slot.device.type == "cuda" and self._stream is not None:  # counters on the device
+            updates = torch.cuda.ExternalStream(self._stream, slot.device)
+            torch.cuda.current_stream(slot.device).wait_stream(updates)
         views = {leaf.path: _view(memory, leaf, at).clone() for leaf, at in form.places}
         rest = {path: t.clone() for path, t in leaves(entry) if path not in views}
         return with_leaves(_forked(entry), {**rest, **views})
@@ -509,12 +518,19 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _on_stream(device: torch.device, stream: int) -> Iterator[None]:
+def _on_stream(device: torch.device, stream: int, returns: bool) -> Iterator[None]:
+    """Inside, work goes to the stream of updates, behind what the caller's stream has: options of groups and counters
+    may be tensors on the device. `returns`: and the caller's stream goes on behind it, as step() writes some of them.
+    """
     if device.type == "cpu":
         yield
         return
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+    caller, updates = torch.cuda.current_stream(device), torch.cuda.ExternalStream(stream, device)
+    updates.wait_stream(caller)
+    with torch.cuda.stream(updates):
         yield
+    if returns:
+        caller.wait_stream(updates)
 
 
 class OpaqueStates(Shown, defaultdict[Any, Any]):

@@ -43,6 +43,7 @@ States = Mapping[torch.Tensor, Any]
 _ANEW = ("state", "param_groups", "step")  # "step": an LR scheduler's around the class's own
 _WAY_OUT = "use an optimizer that does, such as torch.optim.AdamW, or train without manage()"
 _STEPS = 3
+_STEPS_OF_SMALL = 6  # RAdam and others begin otherwise
 # What a tensor of so many dimensions is rehearsed with: small ones, and some that are quantized and factored.
 _SHAPES: dict[int, list[tuple[int, ...]]] = {
     0: [()],
@@ -66,9 +67,9 @@ class Rehearsed:
     Attributes:
         writes_itself: step() changes its groups or its own attributes (`Own`), each time it is called.
         cut: where a parameter may be cut and its pieces stepped as parameters of their own, for the same bits. At any
-            "element", flat; at multiples of a "block" of `block` elements, flat, where the last piece takes the rest and
-            is no shorter than a block; in front of any "row" of what has two dimensions or more, while the rest stays
-            whole; or nowhere: "whole".
+            "element", flat; at multiples of a "block" of `block` elements, flat, where the last piece takes the rest
+            and is no shorter than a block; in front of any "row" of what has two dimensions or more, while other
+            parameters stay whole; or nowhere: "whole".
         block: 1 unless cut is "block".
     """
 
@@ -105,7 +106,7 @@ def stand_in(
 
 
 def run(stepped: Optimizer) -> None:
-    """Its own step, without a closure. Hooks of users do not run, nor those on all optimizers under a super().step()."""
+    """Its own step, without a closure. No hooks run, nor those on all optimizers under a super().step()."""
     step = type(stepped).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -213,9 +214,9 @@ def _difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, 
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(one, dict):
         if one.keys() != other.keys():
-            keys = sorted(str(key) for key in one.keys() ^ other.keys())
+            keys = sorted(_key(key) for key in one.keys() ^ other.keys())
             return f"{where}.{keys[0]}", math.inf
-        pairs = [(f"{where}.{key}", one[key], other[key]) for key in one]
+        pairs = [(f"{where}.{_key(key)}", one[key], other[key]) for key in one]
     elif isinstance(one, list | tuple | deque):
         if len(one) != len(other):
             return where, math.inf
@@ -229,6 +230,10 @@ def _difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, 
         return _difference(vars(one), vars(other), where, depth + 1)
     found = (_difference(a, b, path, depth + 1) for path, a, b in pairs)
     return next((each for each in found if each is not None), None)
+
+
+def _key(key: Any) -> str:
+    return "a tensor" if isinstance(key, torch.Tensor) else str(key)
 
 
 def _tensor_difference(
@@ -289,7 +294,8 @@ class _Played:
             found = _difference(weight, other.weights[i], "the weight")
             found = found or _difference(self.entries[i], other.entries[i], "state")
             if found is not None:
-                return f"{_said(found)}, of a parameter of shape {tuple(weight.shape)} in {weight.dtype}"
+                what = f"a parameter of shape {tuple(weight.shape)} in {weight.dtype}"
+                return f"{_said(found)}, of {what}"
         return None
 
 
@@ -355,9 +361,13 @@ class _Stage:
         return call()
 
     def play(
-        self, tensors: Sequence[_Tensor], parts: Sequence[Sequence[int]], is_restored: bool = True
+        self,
+        tensors: Sequence[_Tensor],
+        parts: Sequence[Sequence[int]],
+        is_restored: bool = True,
+        steps: int = _STEPS,
     ) -> _Played:
-        """Three steps, each part by part; `is_restored`: as invariant 3 says.
+        """Some steps, each part by part; `is_restored`: as invariant 3 says.
 
         Raises:
             _DiffersError: parts end with different values.
@@ -367,12 +377,12 @@ class _Stage:
         state = self.born(whole, {p: t.group for p, t in zip(parameters, tensors, strict=True)})
         forms: dict[nn.Parameter, list[opaque.Leaf]] = {}
         is_steady = True
-        for step in range(_STEPS):
+        for step in range(steps):
             start = Own.of(whole)
             before, end = start.copied(whole, whole), None
             for part in parts:
                 for i in part:
-                    parameters[i].grad = _clone(tensors[i].gradients[step])
+                    parameters[i].grad = _clone(tensors[i].gradients[step % _STEPS])
                 inside = {parameters[i]: tensors[i].group for i in part}
                 own = start.copied(whole, whole) if is_restored else start
                 stepped = self.part(whole, own, inside, state)
@@ -401,8 +411,8 @@ class _Stage:
         run(stepped)
         if memory != [(p.data_ptr(), p.stride()) for p in parameters]:
             raise GeminiError(
-                f"step() of {self.name} gives a parameter other memory, and a managed one has its place: use an optimizer "
-                "that writes parameters in place, and parameters that are contiguous, or train without manage()"
+                f"step() of {self.name} gives a parameter other memory, and a managed one has its place: use an "
+                "optimizer that writes in place, and parameters that are contiguous, or train without manage()"
             )
         for key in stepped.state:
             if key not in set(parameters):
@@ -420,8 +430,8 @@ class _Stage:
                 changed = [leaf for leaf in form if leaf not in forms[p]] or forms[p]
                 raise GeminiError(
                     f"state {opaque.text(changed[0].path)} of {self.name} changes its form after the first step, to "
-                    f"{changed[0].shape} in {changed[0].dtype}, and has a place for what it was: use an optimizer whose "
-                    "states stay as large as they are, or train without manage()"
+                    f"{changed[0].shape} in {changed[0].dtype}, and has a place for what it was: use an optimizer "
+                    "whose states stay as large as they are, or train without manage()"
                 )
 
 
@@ -439,8 +449,8 @@ def _form(entry: Any, parameter: torch.Tensor) -> list[opaque.Leaf]:
             found.append(opaque.Leaf.of(path, tensor))
         if tensor.numel() and _torch.storage_id(tensor.untyped_storage()) == own:
             raise GeminiError(
-                f"state {opaque.text(path)} is a view of the parameter itself, and they would be kept apart: clone it in "
-                "the optimizer's step"
+                f"state {opaque.text(path)} is a view of the parameter itself, and they would be kept apart: clone it "
+                "in the optimizer's step"
             )
     return found
 
@@ -493,10 +503,16 @@ def _tensor(
 
     def made(scale: float) -> torch.Tensor:
         drawn = torch.randn([shape[d] for d in order], generator=source, dtype=kind, device="cpu")
-        back = [list(order).index(d) for d in range(len(order))]
-        return (drawn * scale).to(dtype).permute(back).to(device)
+        return drawn * scale
 
-    return _Tensor(group, made(0.5), tuple(made(scale) for scale in (1.0, 0.03, 4.0)))
+    def placed(drawn: torch.Tensor) -> torch.Tensor:
+        return drawn.to(dtype).permute([list(order).index(d) for d in range(len(order))]).to(device)
+
+    value, *gradients = (made(scale) for scale in (0.5, 1.0, 0.03, 4.0))
+    if not dtype.is_complex:
+        # Some project only what is across the weight.
+        gradients[0] -= value * (value * gradients[0]).sum() / (value * value).sum()
+    return _Tensor(group, placed(value), tuple(placed(gradient) for gradient in gradients))
 
 
 def _shapes(n: int) -> list[tuple[int, ...]]:
@@ -516,21 +532,33 @@ def _cut(
     if _is_cut_equal(stage, writes_itself, large, _CUTS, True):
         return "element", 1
     for block in _BLOCKS:
-        blocked = []
-        for group, dtype, order, sizes in kinds:
-            rests = {n % block for n in sizes if n >= 2 * block}
-            # The least aligned ones come first: they say most.
-            for rest in {0, *sorted(rests, key=lambda n: (n & -n) or block)[:2]} if order else ():
-                n = 3 * block + rest
-                columns = next(c for c in range(96, 0, -1) if n % c == 0) if len(order) > 1 else 1
-                shape = (n // columns, columns, *[1] * (len(order) - 2))[: len(order)]
-                blocked.append(_tensor(group, shape, dtype, stage.device))
-        if _is_cut_equal(stage, writes_itself, blocked, (block, 2 * block), True):
+        if all(
+            _is_cut_equal(stage, writes_itself, tensors, (block, 2 * block), True)
+            for tensors in _blocked(stage, kinds, block)
+        ):
             return "block", block
     rows = [tensor for tensor in large if tensor.value.dim() > 1]
     if rows and _is_cut_equal(stage, writes_itself, rows, (1, 3, 20), False):
         return "row", 1
     return "whole", 1
+
+
+def _blocked(stage: _Stage, kinds: list[Any], block: int) -> Iterator[list[_Tensor]]:
+    """Tensors of several blocks, with a rest like those of the optimizer's own.
+
+    They are as short as can be; longer than what any would not quantize; and longer than what one thread steps.
+    """
+    for least in (3 * block, 3 * _BLOCKS[-1], 1 << 17):
+        tensors = []
+        for group, dtype, order, sizes in kinds:
+            rests = {n % block for n in sizes if n >= 2 * block}
+            # The least aligned ones come first: they say most.
+            for rest in {0, *sorted(rests, key=lambda n: (n & -n) or block)[:2]} if order else ():
+                n = least + rest
+                columns = next(c for c in range(96, 0, -1) if n % c == 0) if len(order) > 1 else 1
+                shape = (n // columns, columns, *[1] * (len(order) - 2))[: len(order)]
+                tensors.append(_tensor(group, shape, dtype, stage.device))
+        yield tensors
 
 
 def _is_cut_equal(
@@ -601,41 +629,39 @@ def rehearse(optimizer: Optimizer) -> Rehearsed:
         except Exception as error:  # its step may raise anything
             first = first or error
     raise GeminiError(
-        f"step() of {name}, without a closure and on small dense tensors, raises {type(first).__name__}: {first}: {_WAY_OUT}"
+        f"step() of {name}, without a closure and on small dense tensors, raises {type(first).__name__}: {first}; use "
+        "an optimizer whose step() runs so, such as torch.optim.AdamW, or train without manage()"
     ) from first
 
 
 def _rehearsed(stage: _Stage, is_drawn: Callable[[], str]) -> Rehearsed:
-    tensors = [
-        _tensor(group, shape, dtype, stage.device, order)
+    shapes = [
+        (_tensor(group, shape, dtype, stage.device, order), shape)
         for group, dtype, order, _ in _kinds(stage.optimizer)
         for shape in _shapes(len(order))
     ]
-    everything = range(len(tensors))
-    together = stage.first(lambda: stage.play(tensors, [everything]))
-    drawn = is_drawn()
-    if drawn:
-        raise GeminiError(
-            f"step() of {stage.name} draws random numbers ({drawn}), and its bits depend on the order in which "
-            "parameters are stepped: use an optimizer that draws none, or switch that off (stochastic rounding), or train "
-            "without manage()"
-        )
-    groupings = [[[i] for i in everything], [everything[1::2][::-1], everything[::2]]]
+    # Small ones come first: an optimizer that is refused may take long over large ones.
+    acts = [
+        ([tensor for tensor, shape in shapes if math.prod(shape) < 1000], _STEPS_OF_SMALL),
+        ([tensor for tensor, _ in shapes], _STEPS),
+    ]
+    together = []
+    for tensors, steps in acts:
+        everything = [range(len(tensors))]
+        together.append(stage.first(lambda: stage.play(tensors, everything, steps=steps)))  # noqa: B023
+        drawn = is_drawn()
+        if drawn:
+            raise GeminiError(
+                f"step() of {stage.name} draws random numbers ({drawn}), and its bits depend on the order in which "
+                "parameters are stepped: use an optimizer that draws none (without stochastic rounding), or train "
+                "without manage()"
+            )
     first = ""
-    for is_restored in (False, True) if together.is_steady else (True,):
+    is_steady = all(each.is_steady for each in together)
+    for is_restored in (False, True) if is_steady else (True,):
         differs = None
-        try:
-            for parts in groupings:
-                apart = stage.play(tensors, parts, is_restored)
-                differs = differs or together.difference(apart)
-                own = together.own.difference(apart.own) if is_restored else None
-                differs = differs or (None if own is None else _said(own))
-        except _DiffersError as error:
-            differs = str(error)
-        except GeminiError:
-            raise
-        except Exception as error:  # its step may raise anything
-            differs = f"it raises {type(error).__name__}: {error}"
+        for (tensors, steps), played in zip(acts, together, strict=True):
+            differs = differs or _apart(stage, tensors, played, is_restored, steps)
         if differs is None:
             return Rehearsed(is_restored, *_cut(stage, is_restored))
         first = first or differs
@@ -644,15 +670,37 @@ def _rehearsed(stage: _Stage, is_drawn: Callable[[], str]) -> Rehearsed:
     )
 
 
+def _apart(
+    stage: _Stage, tensors: list[_Tensor], together: _Played, is_restored: bool, steps: int
+) -> str | None:
+    """What differs where tensors are stepped one by one, or in two parts, from what they are together."""
+    everything = range(len(tensors))
+    try:
+        for parts in ([[i] for i in everything], [everything[1::2][::-1], everything[::2]]):
+            apart = stage.play(tensors, parts, is_restored, steps)
+            differs = together.difference(apart)
+            if differs is None and is_restored:
+                own = together.own.difference(apart.own)
+                differs = None if own is None else _said(own)
+            if differs is not None:
+                return differs
+    except _DiffersError as error:
+        return str(error)
+    except GeminiError:
+        raise
+    except Exception as error:  # its step may raise anything
+        return f"it raises {type(error).__name__}: {error}"
+    return None
+
+
 def _check_closure(kind: type) -> None:
     """Refuses classes whose step() has to be given something."""
     for parameter in list(inspect.signature(kind.step).parameters.values())[1:]:  # type: ignore[attr-defined]
         is_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not is_many:
             raise GeminiError(
-                f"step() of {kind.__name__} needs {parameter.name!r}, and evaluates the model within: a managed optimizer "
-                "is stepped without; use one whose step() needs no arguments, such as torch.optim.AdamW, or train without "
-                "manage()"
+                f"step() of {kind.__name__} needs {parameter.name!r}, and a managed optimizer is stepped without "
+                "arguments: use one whose step() needs none, such as torch.optim.AdamW, or train without manage()"
             )
 
 
@@ -666,14 +714,14 @@ def _check_held(optimizer: Optimizer) -> None:
         for each in _reach(value, optimizer):
             if id(each) in ids or (type(each) is int and each in ids):
                 raise GeminiError(
-                    f"{name}.{where} holds parameters, or their id(), beside param_groups, and its step() would not find "
-                    "there what stands for them: use an optimizer without (settings for some parameters: a group of their "
-                    "own), or train without manage()"
+                    f"{name}.{where} holds parameters, or their id(), beside param_groups, and step() would not find "
+                    "there what stands for them: use an optimizer without, and groups for parameters with settings of "
+                    "their own, or train without manage()"
                 )
             if getattr(each, "index2config", None):  # bitsandbytes' GlobalOptimManager
                 raise GeminiError(
-                    f"{name}.{where} has settings for parameters by their index in groups, which is another when some of "
-                    "them are stepped: give these parameters a group or an optimizer of their own"
+                    f"{name}.{where} has settings for parameters by their index in groups, which is another when some "
+                    "of them are stepped: give these parameters a group of their own, or train without manage()"
                 )
 
 
@@ -750,10 +798,10 @@ def states_like(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[tuple[opaque.Leaf, ...], Any]:
-    """What a chunk will have of a parameter's states after its first step, and the entry, with meta tensors as leaves.
+    """What a chunk will have of a parameter's states after its first step, and the entry, its leaves on meta.
 
-    The step has fake tensors, which take no memory. Where it cannot be run with these it has real ones on the device, of
-    two parameters at once: what both have in one storage is no parameter's own.
+    The step has fake tensors, which take no memory. Where it cannot be run with these it has real ones on the device.
+    Two parameters are stepped at once: what both have in one storage is no parameter's own.
 
     Raises:
         GeminiError: the step fails, or cannot be run with fake tensors and the parameter is larger than 256 MiB.
@@ -799,9 +847,9 @@ def states_like(
             why = f"{type(error).__name__}: {error}"
         if real > _MOST_REAL:
             raise GeminiError(
-                f"the states that {name} makes for a parameter of shape {tuple(shape)} in {dtype} are not known before its "
-                f"first step: that cannot be run without memory ({why}), and with memory it would take {real} bytes, more "
-                f"than {_MOST_REAL}: use another optimizer for this parameter, or train without manage()"
+                f"what states {name} makes for a parameter of shape {tuple(shape)} in {dtype} is not known before its "
+                f"first step: that cannot be run without memory ({why}), and with memory it would take {real} bytes, "
+                f"more than {_MOST_REAL}: use another optimizer, or train without manage()"
             )
         try:
             stage.is_born_with_states = False
@@ -810,6 +858,6 @@ def states_like(
             raise GeminiError(f"{name} cannot be managed: {error}") from None
         except Exception as error:
             raise GeminiError(
-                f"step() of {name} on a parameter of shape {tuple(shape)} in {dtype} raises {type(error).__name__}: {error}: "
-                f"{_WAY_OUT}"
+                f"step() of {name} on a parameter of shape {tuple(shape)} in {dtype} raises {type(error).__name__}: "
+                f"{error}; use an optimizer that steps it, such as torch.optim.AdamW, or train without manage()"
             ) from error

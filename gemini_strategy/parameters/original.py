@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini_strategy import _torch
-from gemini_strategy.optim.several import parts_of
 from gemini_strategy.parameters import quantized
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -97,10 +96,10 @@ class Original:
 
     Args:
         model: as manage() got it; not changed yet.
-        optimizer: likewise, or None.
+        optimizers: likewise; what is none is left as it is.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         known = nn.Module().__dict__
         self._tables: list[_Table] = []
         for module in model.modules():
@@ -115,9 +114,7 @@ class Original:
             for _, part in quantized.parts(parameter):
                 self._parameters[id(part)] = _Parameter(part)
         self._optimizers = [
-            (each, type(each))
-            for each in parts_of(optimizer)
-            if isinstance(each, torch.optim.Optimizer)
+            (each, type(each)) for each in optimizers if isinstance(each, torch.optim.Optimizer)
         ]
         for optimizer, _ in self._optimizers:
             state, groups = optimizer.state, optimizer.param_groups
