@@ -1,5 +1,10 @@
 /* opaque.c - updates that Python makes (engine/opaque.c): what the engine calls, and where their
- * bytes are. */
+ * bytes are.
+ *
+ * An interrupt (Ctrl-C) neither ends an update in its middle nor is it lost: it comes out where
+ * Python goes on behind the call that has made the engine update. */
+#include <signal.h>
+
 #include "binding/core.h"
 #include "binding/unit.h"
 
@@ -21,19 +26,23 @@ gm_status gm_py_run_opaque(void *context, const gm_opaque_call *call, bool *wrot
 {
     const core *self = context;
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *ids = PyList_New(0);
+    PyObject *ids = PyList_New(0), *error = NULL;
     for (uint32_t i = 0; ids && i < call->n_params; i++) {
         ids = gm_py_append(ids, PyLong_FromUnsignedLong(call->params[i]));
     }
-    PyObject *result =
-        ids ? PyObject_CallFunction(self->opaque, "OdKK", ids, (double)call->grad_scale,
-                                    (unsigned long long)(uintptr_t)call->late_scale,
-                                    (unsigned long long)call->stream)
-            : NULL;
+    PyObject *args = ids ? Py_BuildValue("(OdKK)", ids, (double)call->grad_scale,
+                                         (unsigned long long)(uintptr_t)call->late_scale,
+                                         (unsigned long long)call->stream)
+                         : NULL;
+    int truth = gm_py_is_true(args ? gm_py_call_uninterrupted(self->opaque, args, &error) : NULL);
+    Py_XDECREF(args);
     Py_XDECREF(ids);
-    int truth = gm_py_is_true(result);
     *wrote_grads = truth > 0;
     gm_status status = truth < 0 ? fail_as_raised() : GM_OK;
+    if (error) { /* it had come already, and its handler has run: again, behind the engine */
+        (void)PyErr_SetInterruptEx(SIGINT);
+        Py_DECREF(error);
+    }
     PyGILState_Release(state);
     return status;
 }

@@ -94,29 +94,37 @@ static int hold(void)
     return 0;
 }
 
-/* uninterrupted(function, *arguments) -> what it gives. */
-static PyObject *uninterrupted(PyObject *Py_UNUSED(module), PyObject *args)
+PyObject *gm_py_call_uninterrupted(PyObject *function, PyObject *args, PyObject **out_error)
 {
     static bool is_inside; /* the main thread's */
-    GM_PY_FAIL_IF(PyTuple_Size(args) < 1, PyExc_TypeError, "uninterrupted takes a function");
     bool holds = gettid() == getpid() && !is_inside;
-    PyObject *error = NULL;
+    *out_error = NULL;
     if (holds) {
         if (hold() < 0) {
             return NULL;
         }
         is_inside = true;
         if (PyErr_CheckSignals() < 0) {
-            error = gm_py_set_aside();
+            *out_error = gm_py_set_aside();
         }
     }
-    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
-    PyObject *result = rest ? PyObject_CallObject(PyTuple_GetItem(args, 0), rest) : NULL;
-    Py_XDECREF(rest);
+    PyObject *result = PyObject_CallObject(function, args);
     if (holds) {
         is_inside = false;
         release();
     }
+    return result;
+}
+
+/* uninterrupted(function, *arguments) -> what it gives. */
+static PyObject *uninterrupted(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *error = NULL;
+    GM_PY_FAIL_IF(PyTuple_Size(args) < 1, PyExc_TypeError, "uninterrupted takes a function");
+    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
+    PyObject *result =
+        rest ? gm_py_call_uninterrupted(PyTuple_GetItem(args, 0), rest, &error) : NULL;
+    Py_XDECREF(rest);
     if (error) { /* of a handler: it comes last, and has what the call has raised as its context */
         Py_CLEAR(result);
         PyObject *own = gm_py_set_aside();
