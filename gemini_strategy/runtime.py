@@ -43,7 +43,7 @@ from gemini_strategy.report.reporting import STATS, Reporting
 from gemini_strategy.roots import title
 from gemini_strategy.settings import Settings
 from gemini_strategy.step import Clip, State, Step
-from gemini_strategy.weakly import WeakSet, weak_method
+from gemini_strategy.weakly import WeakSet
 from gemini_strategy.weights.loading import Loading
 from gemini_strategy.weights.transformers import adapter_parameters
 
@@ -193,7 +193,7 @@ class Runtime(Uncopied, Reporting):
             external_bytes=external,
             slack_bytes=self.memory.slack_bytes(settings.device_budget),
             **communicators,
-            **({} if self.opaque is None else {"opaque": weak_method(self.opaque.run)}),
+            **({} if self.opaque is None else self.opaque.core_arguments()),
         )
         if self.device.type == "cpu":
             self.ranks.settles_by(self.core.settle)

@@ -155,6 +155,7 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
     X("n", Py_ssize_t, host_bytes)   \
     X("n", Py_ssize_t, host_limit)   \
     X("O", PyObject *, opaque)       \
+    X("p", int, opaque_defers)       \
     X("K", unsigned long long, host_device)
 
 #define FORMAT(format, type, name) format
@@ -227,7 +228,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->n_params = options.n_params;
         if (o.opaque != Py_None) {
             self->opaque = Py_NewRef(o.opaque);
-            options.opaque = (gm_opaque){gm_py_run_opaque, self};
+            options.opaque = (gm_opaque){gm_py_run_opaque, self, o.opaque_defers};
         }
         gm_status status;
         GM_NO_GIL(status = make_engine(self, &options, o.ordinal, o.is_paper,
@@ -301,6 +302,7 @@ GM_PY_CALL_STATUS(check, 0, gm_engine_check(engine))
 GM_PY_CALL_STATUS(drain, 0, gm_engine_drain(engine))
 GM_PY_CALL_STATUS(catch_up, 0, gm_engine_catch_up(engine))
 GM_PY_CALL_STATUS(settle, 0, gm_engine_settle(engine))
+GM_PY_CALL_STATUS(issue, 0, gm_engine_issue(engine))
 
 /* Leases are numbers in Python. */
 static PyObject *number_of(const gm_lease *lease)
@@ -502,6 +504,7 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(drain, FASTCALL, "()"),
     GM_CORE_METHOD(catch_up, FASTCALL, "()"),
     GM_CORE_METHOD(settle, FASTCALL, "()"),
+    GM_CORE_METHOD(issue, FASTCALL, "()"),
     GM_CORE_METHOD(sums, NOARGS, "() -> bytes of (params,) uint64"),
     GM_CORE_METHOD(limit_unreduced, FASTCALL, "(bytes)"),
     GM_CORE_METHOD(address, FASTCALL, "(param) -> int"),

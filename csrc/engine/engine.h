@@ -45,10 +45,12 @@ typedef struct gm_opaque_call {
 } gm_opaque_call;
 
 /* Of an optimizer whose states are bytes to the engine.  run: GM_OK, or an error that closes the
- * engine; *wrote_grads: it has changed the gradients.  It calls nothing of the engine. */
+ * engine; *wrote_grads: it has changed the gradients.  It calls nothing of the engine.  defers: it
+ * may run behind the step, too, until gm_engine_issue. */
 typedef struct gm_opaque {
     gm_status (*run)(void *context, const gm_opaque_call *call, bool *wrote_grads);
     void *context;
+    bool defers;
 } gm_opaque;
 
 typedef struct gm_engine_options {
@@ -184,7 +186,9 @@ typedef struct gm_update {
  * waiting for the device; whoever needs the result is ordered behind it.  An error in the middle
  * closes the engine: every later call returns it. */
 gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
-/* The same; gradients are multiplied by the factor of the last gm_engine_clip, which was for this
+/* Issues what the last step has left to be issued later. */
+gm_status gm_engine_issue(gm_engine *engine);
+/* As gm_engine_step; gradients are multiplied by the factor of the last gm_engine_clip, which was for this
  * step, instead of the factors of the updates, which are 1. */
 gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, uint32_t n,
                                  gm_stream stream);

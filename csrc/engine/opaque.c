@@ -9,8 +9,9 @@
  *      thread calls nothing of the engine but what asks for room for others (room.c), which keeps
  *      a plan that is followed: an operation of that plan may be what runs.
  *   2. Its first error closes the engine.
- *   3. An update that begins ends before the call that has issued it: the function sees the numbers
- *      that its optimizer has at the step, or at the backward that ends one.
+ *   3. An update that begins ends before the call that has issued it.  One that is still to be
+ *      issued when the step returns is issued at last by gm_engine_issue, which the caller calls
+ *      before the numbers that the function reads become others.
  *
  * The host may wait in: gm_room_pin, for room; on devices whose streams the function knows nothing
  * of (the host), for the chunk's copies. */

@@ -47,15 +47,26 @@ static void follow_loop(gm_engine *engine)
     s->is_announced = false;
 }
 
+/* Of the last step: chunks that no pass has used since. */
+static gm_status issue_rest(gm_engine *engine)
+{
+    GM_TRY(gm_update_issue_all(engine));
+    return gm_clip_note_issued(engine);
+}
+
+gm_status gm_engine_issue(gm_engine *engine)
+{
+    GM_TRY(gm_call_begin(engine));
+    return gm_call_end(engine, issue_rest(engine));
+}
+
 static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     if (engine->update.is_armed) {
         /* what was not complete in backward becomes pending now, with the same numbers */
         gm_update_disarm(engine);
     } else {
-        /* of the last step: chunks that no pass has used since */
-        GM_TRY(gm_update_issue_all(engine));
-        GM_TRY(gm_clip_note_issued(engine));
+        GM_TRY(issue_rest(engine));
         engine->step.n++;
     }
     GM_TRY(gm_update_prepare(engine, updates, n, false));
@@ -65,8 +76,8 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
             GM_TRY(gm_update_issue(engine, chunk));
         }
     }
-    /* What an opaque update is made with is the caller's, who may change it after the step. */
-    bool is_planned = engine->room.plan && !gm_watch_is_any(engine) && !gm_is_opaque(engine);
+    bool is_planned = engine->room.plan && !gm_watch_is_any(engine) &&
+                      (!gm_is_opaque(engine) || engine->opaque.caller.defers);
     GM_TRY(gm_update_issue_some(engine, is_planned ? GM_ISSUED_BY_STEP : UINT32_MAX));
     return gm_watch_renew(engine);
 }
@@ -195,8 +206,7 @@ gm_status gm_engine_arm(gm_engine *engine, const gm_update *updates, uint32_t n,
                !engine->update.is_armed;
         *out = *out && may_run && status == GM_OK;
         if (*out) {
-            status = gm_update_issue_all(engine);
-            status = status == GM_OK ? gm_clip_note_issued(engine) : status;
+            status = issue_rest(engine);
             engine->step.n++;
             status = status == GM_OK ? gm_update_prepare(engine, sorted, n, true) : status;
             if (status != GM_OK && engine->dead == GM_OK) { /* some tasks wait, others do not */

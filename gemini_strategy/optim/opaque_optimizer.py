@@ -8,7 +8,9 @@ Invariants
     1. A parameter has one stand-in for life. Outside `run` the bytes of stand-ins and of states in `_entries` may be
        another chunk's: nothing else reads them.
     2. All parts of a step begin with the values that groups and attributes of the optimizer had at its begin; the first
-       part that ends sets them for all, and each later part must end with the same ones.
+       part that ends sets them for all, and each later part must end with the same ones. Parts may run after the step,
+       under the next forward, unless they write such values; all have run before the next step begins, or states are
+       looked at.
     3. What a program has of states are copies. Before anything else uses a state, what was changed in them is taken
        back; what was changed in copies that are older than that is refused by name.
 """
@@ -32,6 +34,7 @@ from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque, rehearsal
 from gemini_strategy.optim.moments import Shown
 from gemini_strategy.optim.opaque import Leaf, Path, is_kept_in_chunk, leaves, with_leaves
+from gemini_strategy.weakly import weak_method
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -178,6 +181,7 @@ class OpaqueOptimizer:
         self._recipes: list[dict[str, Any]] = []
         self._start: rehearsal.Own | None = None
         self._end: rehearsal.Own | None = None
+        self._autocast = (False, torch.bfloat16)  # of who steps: a part may run inside a forward's
         self._stream: int | None = None  # of updates
         self.error: BaseException | None = None  # that step() has raised
 
@@ -213,6 +217,19 @@ class OpaqueOptimizer:
 
     # ---- steps ----
 
+    def core_arguments(self) -> dict[str, Any]:
+        """Of the core (csrc/engine/opaque.c), which does not keep this."""
+        return {
+            "opaque": weak_method(self.run),
+            "opaque_defers": not self._rehearsed.writes_itself,
+        }
+
+    def _issue(self) -> None:
+        """Parts of the last step that are still to run do so now."""
+        runtime = self._runtime()
+        if runtime is not None and not runtime.closed:
+            runtime.core.issue()
+
     def update(self, slot: Slot, divisor: float, factor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it; equal as long as its group is."""
         recipe = self._recipe(self._group_of[id(slot.parameter)])
@@ -242,12 +259,16 @@ class OpaqueOptimizer:
     def begin(self) -> None:
         """A step comes, or the backward that ends one: its groups are what they are now."""
         self.take_back()
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        optimizer, runtime = self._optimizer(), self._runtime()
+        assert optimizer is not None and runtime is not None
         self._group_of = {
             id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
         }
-        self._start, self._end = rehearsal.Own.of(optimizer), None
+        own = rehearsal.Own.of(optimizer)
+        options = [{k: _copied(v) for k, v in group.items()} for group in own.options]
+        self._start, self._end = rehearsal.Own(own.attributes, options), None
+        kind = runtime.device.type
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._recipes = self._recipes[-64:]
 
     def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
@@ -257,9 +278,12 @@ class OpaqueOptimizer:
         self._stream = stream
         try:
             returns = self._rehearsed.writes_itself
+            enabled, dtype = self._autocast
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
+                _torch.DisableFuncTorch(),
+                torch.autocast(runtime.device.type, dtype, enabled),
                 _on_stream(runtime.device, stream, returns),
             ):
                 factor: Any = scale
@@ -372,10 +396,12 @@ class OpaqueOptimizer:
 
     def has(self, slot: Slot) -> bool:
         """Whether the parameter has an entry."""
+        self._issue()
         return slot in self._given or slot in self._entries
 
     def slots(self) -> list[Slot]:
         """Those that have entries."""
+        self._issue()
         return list({**dict.fromkeys(self._entries), **dict.fromkeys(self._given)})
 
     def read(self, slot: Slot) -> dict[Any, Any]:
@@ -468,6 +494,7 @@ class OpaqueOptimizer:
 
     def take_back(self) -> None:
         """See invariant 3."""
+        self._issue()
         for old in self._old:
             tensor = old.tensor()
             if tensor is not None and tensor._version != old.version:
@@ -484,8 +511,7 @@ class OpaqueOptimizer:
             )
             del self._given[slot]
             if is_same and slot in self._entries:
-                paths = self._paths(slot)
-                own = {p: t for p, t in leaves(self._entries[slot]) if p in paths}
+                own = dict(leaves(self._entries[slot]))  # step() writes them: they are not given
                 self._entries[slot] = with_leaves(_forked(given.entry), own)
             else:
                 self.write(slot, given.entry)

@@ -15,6 +15,7 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
+from gemini_strategy.weakly import weak_method
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -100,6 +101,10 @@ class OpaqueSeveral:
 
     def _of(self, slot: Slot) -> OpaqueOptimizer:
         return self._owner.get(id(slot.parameter), self._members[0])
+
+    def core_arguments(self) -> dict[str, Any]:
+        defers = all(member.core_arguments()["opaque_defers"] for member in self._members)
+        return {"opaque": weak_method(self.run), "opaque_defers": defers}
 
     def state_bytes(self, slot: Slot) -> int:
         return self._of(slot).state_bytes(slot)
