@@ -19,8 +19,8 @@ int gm_py_errors_init(void); /* before any of these; -1 with an exception set on
  * pends stays. */
 PyObject *gm_py_set_aside(void);
 void gm_py_put_back(PyObject *error);
-/* signals.c: calls a function in which no handler of a signal runs.  *out_error: what the handler of
- * one that had come before has raised; the caller's. */
+/* signals.c: calls a function in which no handler of a signal runs.  *out_error: what the handler
+ * of one that had come before has raised; the caller's. */
 PyObject *gm_py_call_uninterrupted(PyObject *function, PyObject *args, PyObject **out_error);
 /* The process-wide worker pool that host arithmetic uses (made at first use); NULL with an
  * exception set on failure. */
