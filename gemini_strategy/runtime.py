@@ -570,6 +570,9 @@ class Runtime(Uncopied, Reporting):
         try:
             self.half_done = "optimizer.step()"
             self._run_step(updates, is_late, taken)
+            if self.opaque is not None:
+                with self.explaining_step():
+                    self.opaque.end((slot for slot, _ in work), self.stream())
         finally:  # an interrupt that has waited for the core is raised when all is said and done
             if taken:
                 _C.uninterrupted(self._note_taken, work)

@@ -22,7 +22,7 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
-from gemini_strategy.optim.opaque_optimizer import OpaqueStates
+from gemini_strategy.optim.opaque_states import OpaqueStates
 from gemini_strategy.optim.several import Several, parts_of
 from gemini_strategy.parameters import quantized
 from gemini_strategy.parameters.homes import LOWS, MOMENTS

@@ -11,8 +11,7 @@ Invariants
        part that ends sets them for all, and each later part must end with the same ones. Parts may run after the step,
        under the next forward, unless they write such values; all have run before the next step begins, or states are
        looked at.
-    3. What a program has of states are copies. Before anything else uses a state, what was changed in them is taken
-       back; what was changed in copies that are older than that is refused by name.
+    3. What a program has of states are copies (opaque_states.py), which are taken back before states are used.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ from torch import nn
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque, rehearsal
-from gemini_strategy.optim.moments import Shown
 from gemini_strategy.optim.opaque import Leaf, Path, is_kept_in_chunk, leaves, with_leaves
+from gemini_strategy.optim.opaque_states import Copies
 from gemini_strategy.weakly import weak_method
 
 if TYPE_CHECKING:
@@ -52,36 +52,26 @@ _SAME = (
 
 @dataclass(frozen=True)
 class _Form:
-    """Where the leaves of one parameter's states lie among its bytes in the chunk."""
+    """Where the leaves of one parameter's states lie among its bytes in the chunk.
+
+    Attributes:
+        places: leaves, and where each begins.
+        nbytes: of all of them.
+        shared: paths of tensors that stay in Python, whatever their size.
+    """
 
     places: tuple[tuple[Leaf, int], ...]
     nbytes: int
+    shared: frozenset[Path]
 
     @classmethod
-    def of(cls, found: tuple[Leaf, ...]) -> _Form:
+    def of(cls, found: tuple[Leaf, ...], entry: Any) -> _Form:
         places, end = [], 0
         for leaf in found:
             places.append((leaf, end))
             end += (leaf.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-        return cls(tuple(places), end)
-
-
-@dataclass
-class _Given:
-    """States of one parameter that a program has."""
-
-    entry: dict[Any, Any]
-    seen: dict[Path, tuple[torch.Tensor, int]]
-
-
-@dataclass
-class _Old:
-    """Likewise, from before the last time that states were used: tensors that the program alone keeps."""
-
-    name: str
-    path: Path
-    tensor: weakref.ref[torch.Tensor]
-    version: int
+        own = {leaf.path for leaf in found}
+        return cls(tuple(places), end, frozenset(p for p, _ in leaves(entry) if p not in own))
 
 
 def _at(
@@ -175,8 +165,8 @@ class OpaqueOptimizer:
         self._by_shape: dict[Any, _Form] = {}
         self._stand_ins: dict[Slot, _StandIn] = {}
         self._entries: dict[Slot, dict[Any, Any]] = {}
-        self._given: dict[Slot, _Given] = {}
-        self._old: list[_Old] = []
+        self._copies = Copies(self)
+        self._dropped: list[Slot] = []
         self._optimizer = weakref.ref(optimizer)
         self._recipes: list[dict[str, Any]] = []
         self._start: rehearsal.Own | None = None
@@ -200,10 +190,10 @@ class OpaqueOptimizer:
             key = number, slot.shape, slot.strides, dtype
             form = self._by_shape.get(key)
             if form is None:
-                found, _ = rehearsal.states_like(
+                found = rehearsal.states_like(
                     optimizer, number, slot.shape, slot.strides, dtype, slot.device
                 )
-                form = self._by_shape[key] = _Form.of(found)
+                form = self._by_shape[key] = _Form.of(*found)
             self._forms[slot] = form
         return form
 
@@ -258,7 +248,8 @@ class OpaqueOptimizer:
 
     def begin(self) -> None:
         """A step comes, or the backward that ends one: its groups are what they are now."""
-        self.take_back()
+        self._issue()
+        self._copies.take_all()
         optimizer, runtime = self._optimizer(), self._runtime()
         assert optimizer is not None and runtime is not None
         self._group_of = {
@@ -293,6 +284,15 @@ class OpaqueOptimizer:
         except BaseException as error:
             self.error = error
             raise
+
+    def end(self, slots: Iterable[Slot], stream: int) -> None:
+        """The core has stepped these parameters: what of a step is not in bytes follows."""
+        ids = [slot.id for slot in slots if math.prod(slot.shape) == 0]  # the core updates bytes
+        if ids:
+            self.run(ids, 1.0, 0, stream)
+        if self._copies.any():
+            self._issue()
+            self._copies.renew()
 
     def _run(self, slots: list[Slot], factor: Any) -> bool:
         groups: dict[int, list[Slot]] = {}
@@ -336,7 +336,7 @@ class OpaqueOptimizer:
         self._commit(optimizer, rehearsal.Own.of(inner))
         for slot in itertools.chain.from_iterable(groups.values()):
             entry = inner.state.get(self._stand_in(slot).parameter)
-            if entry:
+            if entry is not None:
                 self._entries[slot] = self._adopted(slot, entry)
 
     def _commit(self, optimizer: Any, ended: rehearsal.Own) -> None:
@@ -356,35 +356,35 @@ class OpaqueOptimizer:
         """The entry that a step has left, with its tensors in the chunk."""
         stand_in = self._stand_in(slot)
         form = self._form(slot)
-        kept = {path: t for path, t in leaves(entry) if self._is_kept(t, slot)}
+        kept = self._kept(slot, entry)
         self._check(slot, kept)
         moved: dict[Path, torch.Tensor] = {}
         for leaf, offset in form.places:
             address = stand_in.states + offset
-            if kept[leaf.path].data_ptr() != address:
+            if leaf.path in kept and kept[leaf.path].data_ptr() != address:
                 view = _at(address, leaf.shape, leaf.stride, leaf.dtype, slot.device)
                 moved[leaf.path] = view.copy_(kept[leaf.path])
         return with_leaves(entry, moved) if moved else entry
 
-    def _is_kept(self, tensor: torch.Tensor, slot: Slot) -> bool:
-        return is_kept_in_chunk(tensor, self._stand_in(slot).weight)
+    def _kept(self, slot: Slot, entry: Mapping[Any, Any]) -> dict[Path, torch.Tensor]:
+        """What of an entry belongs into the chunk."""
+        shared, weight = self._form(slot).shared, self._stand_in(slot).weight
+        found = leaves(entry)
+        return {p: t for p, t in found if p not in shared and is_kept_in_chunk(t, weight)}
 
     def _check(self, slot: Slot, kept: Mapping[Path, torch.Tensor]) -> None:
         """The states have the forms that the chunk has places for."""
-        wanted = {leaf.path: leaf for leaf, _ in self._form(slot).places}
-        for path in sorted(wanted.keys() ^ kept.keys(), key=str):
-            what = "is missing" if path in wanted else "is new"
-            raise GeminiError(
-                f"{slot.name}: its state {opaque.text(path)} of {self._kind.__name__} {what}: states are found at "
-                "manage(), and stay what they are; close() the engine and manage() again where they change"
-            )
+        wanted = self._paths(slot)
+        again = "states are found at manage(), and stay what they are; close() the engine and manage() again"
         for path, tensor in kept.items():
-            leaf = wanted[path]
+            what = f"{slot.name}: its state {opaque.text(path)} of {self._kind.__name__}"
+            now = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            leaf = wanted.get(path)
+            if leaf is None:
+                raise GeminiError(f"{what}, {now}, is new: {again} when it is there")
             if (tensor.dtype, tuple(tensor.shape)) != (leaf.dtype, leaf.shape):
                 raise GeminiError(
-                    f"{slot.name}: its state {opaque.text(path)} of {self._kind.__name__} has become {tensor.dtype} of "
-                    f"shape {tuple(tensor.shape)}, and was {leaf.dtype} of shape {leaf.shape}: states are found at "
-                    "manage(), and stay what they are; close() the engine and manage() again where they change"
+                    f"{what} has become {now}, and was {leaf.dtype} of shape {leaf.shape}: {again}"
                 )
 
     def take_error(self) -> BaseException | None:
@@ -396,59 +396,86 @@ class OpaqueOptimizer:
 
     def has(self, slot: Slot) -> bool:
         """Whether the parameter has an entry."""
-        self._issue()
-        return slot in self._given or slot in self._entries
+        return slot in self._entries
 
     def slots(self) -> list[Slot]:
         """Those that have entries."""
         self._issue()
-        return list({**dict.fromkeys(self._entries), **dict.fromkeys(self._given)})
+        return list(self._entries)
+
+    def entry(self, slot: Slot) -> dict[Any, Any] | None:
+        """The optimizer's own; None: there is none."""
+        return self._entries.get(slot)
+
+    def kept(self, slot: Slot) -> dict[Path, torch.Tensor]:
+        """What of the parameter's entry is in its chunk, copied to the host."""
+        own = {path for path, _ in leaves(self._entries.get(slot, {}))}
+        places = [(leaf, at) for leaf, at in self._form(slot).places if leaf.path in own]
+        if not places:
+            return {}
+        memory = torch.empty(self._form(slot).nbytes, dtype=torch.uint8, device="cpu")
+        slot.engine.core.states_read(slot.id, memory.data_ptr())
+        return {leaf.path: _view(memory, leaf, at).clone() for leaf, at in places}
 
     def read(self, slot: Slot) -> dict[Any, Any]:
         """A copy of the parameter's entry, on the host; empty: there is none."""
-        self.take_back()
-        entry = self._entries.get(slot)
-        if entry is None:
-            return {}
-        form = self._form(slot)
-        memory = torch.empty(form.nbytes, dtype=torch.uint8, device="cpu")
-        slot.engine.core.states_read(slot.id, memory.data_ptr())
-        if slot.device.type == "cuda" and self._stream is not None:  # counters on the device
-            updates = torch.cuda.ExternalStream(self._stream, slot.device)
-            torch.cuda.current_stream(slot.device).wait_stream(updates)
-        views = {leaf.path: _view(memory, leaf, at).clone() for leaf, at in form.places}
-        rest = {path: t.clone() for path, t in leaves(entry) if path not in views}
-        return with_leaves(_forked(entry), {**rest, **views})
+        self._issue()
+        self._copies.take(slot)
+        self._wait(slot)
+        entry = self._entries.get(slot, {})
+        kept = self.kept(slot)
+        rest = {path: t.clone() for path, t in leaves(entry) if path not in kept}
+        return with_leaves(_forked(entry), {**rest, **kept})
 
-    def write(self, slot: Slot, entry: Mapping[Any, Any], what: str = "optimizer state") -> None:
-        """Sets the parameter's entry; empty: it begins anew.
+    def put(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        """Sets what is no tensor of the chunk."""
+        views = {path: t for path, t in self._views(slot).items() if path in dict(leaves(entry))}
+        self._entries[slot] = with_leaves(_forked(entry), views)
+
+    def _views(self, slot: Slot) -> dict[Path, torch.Tensor]:
+        """The tensors in the chunk."""
+        at, device = self._stand_in(slot).states, slot.device
+        return {
+            leaf.path: _at(at + offset, leaf.shape, leaf.stride, leaf.dtype, device)
+            for leaf, offset in self._form(slot).places
+        }
+
+    def store(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        """Sets the parameter's entry.
 
         Raises:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
         """
-        self._given.pop(slot, None)
-        if not entry:
-            self._entries.pop(slot, None)
-            return
         self.check(slot, entry)
-        form = self._form(slot)
-        stand_in = self._stand_in(slot)
-        places = {leaf.path: (leaf, at) for leaf, at in form.places}
-        found = dict(leaves(entry))
-        kept = {path: found[path] for path in places if path in found}
-        device = slot.device
-        memory = torch.zeros(form.nbytes, dtype=torch.uint8, device="cpu")
-        for path, tensor in kept.items():
-            _view(memory, *places[path]).copy_(tensor)
+        form, found = self._form(slot), dict(leaves(entry))
         if form.nbytes:
-            core, stream = slot.engine.core, slot.engine.stream()
-            core.states_write(slot.id, memory.data_ptr(), stream)
-        views = {
-            p: _at(stand_in.states + at, leaf.shape, leaf.stride, leaf.dtype, device)
-            for p, (leaf, at) in places.items()
-        }
-        rest = {p: t.clone() for p, t in found.items() if p not in places}
-        self._entries[slot] = with_leaves(_forked(entry), {**rest, **views})
+            memory = torch.zeros(form.nbytes, dtype=torch.uint8, device="cpu")
+            for leaf, at in form.places:
+                if leaf.path in found:
+                    _view(memory, leaf, at).copy_(found[leaf.path])
+            slot.engine.core.states_write(slot.id, memory.data_ptr(), slot.engine.stream())
+        self.put(slot, entry)
+
+    def write(self, slot: Slot, entry: Mapping[Any, Any], is_copied: bool = True) -> None:
+        """Sets the parameter's entry for a program; `is_copied`: and is done with its tensors.
+
+        Raises:
+            GeminiError: its tensors are not those that this optimizer makes of such a parameter.
+        """
+        self.check(slot, entry)
+        self._copies.forget(slot)
+        places = self._paths(slot)
+        if is_copied:
+            rest = {p: t.clone() for p, t in leaves(entry) if p not in places}
+            entry = with_leaves(_forked(entry), rest)
+        self.store(slot, entry)
+        if not is_copied:
+            self._copies.note(slot, entry, places)
+
+    def drop(self, slot: Slot) -> None:
+        """The parameter has no entry any more."""
+        self._copies.forget(slot)
+        del self._entries[slot]
 
     def check(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
         """Refuses what cannot be an entry of this parameter.
@@ -460,14 +487,14 @@ class OpaqueOptimizer:
             raise TypeError(
                 f"{slot.name}: optimizer.state[p] is a dict, not {type(entry).__name__}"
             )
-        found = dict(leaves(entry))
-        places = {leaf.path: leaf for leaf, _ in self._form(slot).places}
-        if entry:  # another floating-point dtype is what torch's load_state_dict() makes of it
-            kept = {p: t for p, t in found.items() if p in places}
-            self._check(
-                slot,
-                {p: t.to(places[p].dtype) if t.is_floating_point() else t for p, t in kept.items()},
-            )
+        places, shared, kept = self._paths(slot), self._form(slot).shared, {}
+        for path, tensor in leaves(entry):
+            if path in places:  # torch's load_state_dict() gives it another floating-point dtype
+                is_float = tensor.is_floating_point()
+                kept[path] = tensor.to(places[path].dtype) if is_float else tensor
+            elif path not in shared and tensor.numel() > 1:
+                kept[path] = tensor
+        self._check(slot, kept)
 
     def sent(self, slot: Slot, entry: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
         """An entry of `read` with what went with the parameter on its device."""
@@ -476,47 +503,24 @@ class OpaqueOptimizer:
 
     def release(self) -> None:
         """The engine closes: what a program has is its own from now on."""
-        self._given, self._old, self._entries, self._stand_ins = {}, [], {}, {}
+        self._copies.release()
+        self._entries, self._stand_ins = {}, {}
 
     def show(self, slot: Slot) -> dict[Any, Any]:
-        """The parameter's entry as a program sees it: what it changes there is taken back before the next use."""
-        given = self._given.get(slot)
-        if given is None:
-            entry = self.read(slot)  # takes the others back
-            on_device = {p: t.to(slot.device) for p, t in leaves(entry) if p in self._paths(slot)}
-            entry = with_leaves(entry, on_device)
-            given = _Given(entry, {p: (t, t._version) for p, t in leaves(entry)})
-            self._given[slot] = given
-        return given.entry
-
-    def _paths(self, slot: Slot) -> set[Path]:
-        return {leaf.path for leaf, _ in self._form(slot).places}
-
-    def take_back(self) -> None:
-        """See invariant 3."""
+        """The parameter's entry as a program sees it, and may write it."""
         self._issue()
-        for old in self._old:
-            tensor = old.tensor()
-            if tensor is not None and tensor._version != old.version:
-                old.version = tensor._version
-                raise GeminiError(
-                    f"{old.name}: a tensor that was its state {opaque.text(old.path)} was written after that state had "
-                    "been used again, so the write is lost: write to optimizer.state[p], taken anew each time"
-                )
-        self._old = [old for old in self._old if old.tensor() is not None]
-        for slot, given in list(self._given.items()):
-            now = dict(leaves(given.entry))
-            is_same = now.keys() == given.seen.keys() and all(
-                now[p] is t and t._version == version for p, (t, version) in given.seen.items()
-            )
-            del self._given[slot]
-            if is_same and slot in self._entries:
-                own = dict(leaves(self._entries[slot]))  # step() writes them: they are not given
-                self._entries[slot] = with_leaves(_forked(given.entry), own)
-            else:
-                self.write(slot, given.entry)
-            for path, tensor in now.items():
-                self._old.append(_Old(slot.name, path, weakref.ref(tensor), tensor._version))
+        self._entries.setdefault(slot, {})
+        self._wait(slot)
+        return self._copies.show(slot)
+
+    def _wait(self, slot: Slot) -> None:
+        """Counters on the device are written by the stream of updates."""
+        if slot.device.type == "cuda" and self._stream is not None:
+            updates = torch.cuda.ExternalStream(self._stream, slot.device)
+            torch.cuda.current_stream(slot.device).wait_stream(updates)
+
+    def _paths(self, slot: Slot) -> dict[Path, Leaf]:
+        return {leaf.path: leaf for leaf, _ in self._form(slot).places}
 
 
 def _view(memory: torch.Tensor, leaf: Leaf, at: int) -> torch.Tensor:
@@ -557,76 +561,3 @@ def _on_stream(device: torch.device, stream: int, returns: bool) -> Iterator[Non
         yield
     if returns:
         caller.wait_stream(updates)
-
-
-class OpaqueStates(Shown, defaultdict[Any, Any]):
-    """`optimizer.state`: entries of parameters whose states the engine has, and whatever else there is."""
-
-    def __init__(self, owner: OpaqueOptimizer, slot_of: Callable[[Any], Slot | None]) -> None:
-        super().__init__(dict)
-        self._owner, self._slot_of = owner, slot_of
-
-    def __getitem__(self, key: Any) -> Any:
-        slot = self._slot_of(key)
-        if slot is not None:
-            return self._owner.show(slot)
-        if not dict.__contains__(self, key):
-            dict.__setitem__(self, key, {})
-        return dict.__getitem__(self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        slot = self._slot_of(key)
-        if slot is None:
-            dict.__setitem__(self, key, value)
-        else:
-            self._owner.write(slot, value)
-
-    def __delitem__(self, key: Any) -> None:
-        slot = self._slot_of(key)
-        if slot is None:
-            dict.__delitem__(self, key)
-        elif not self._owner.has(slot):
-            raise KeyError(key)
-        else:
-            self._owner.write(slot, {})
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (slot.parameter for slot in self._owner.slots())
-        yield from dict.__iter__(self)
-
-    def __len__(self) -> int:
-        return len(self._owner.slots()) + dict.__len__(self)
-
-    def __contains__(self, key: Any) -> bool:
-        slot = self._slot_of(key)
-        return dict.__contains__(self, key) if slot is None else self._owner.has(slot)
-
-    def clear(self) -> None:
-        for key in list(self):
-            del self[key]
-
-    def copy(self) -> defaultdict[Any, Any]:
-        """An ordinary defaultdict with copies of these entries."""
-        return defaultdict(dict, {key: self[key] for key in self})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.copy(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return defaultdict, (dict, dict(self.copy()))
-
-    def rest(self) -> dict[Any, Any]:
-        """What is not of the engine."""
-        return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
-
-    def replace(self, states: Any, is_copied: bool = False) -> None:
-        """`optimizer.state = states`: its entries; what it has no entry for begins anew."""
-        if states is self:
-            return
-        if not isinstance(states, Mapping):
-            raise TypeError(f"optimizer.state is a mapping, not {type(states).__name__}")
-        given = dict(states.items())
-        for key in [key for key in self if key not in given]:
-            del self[key]
-        for key, value in given.items():
-            self[key] = value

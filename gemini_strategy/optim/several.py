@@ -7,7 +7,7 @@ norm, states for a checkpoint) it gets all of them as one: their groups one afte
 from __future__ import annotations
 
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,12 +124,14 @@ class OpaqueSeveral:
             wrote |= bool(mine) and member.run(mine, scale, late_scale, stream)
         return wrote
 
+    def end(self, slots: Iterable[Slot], stream: int) -> None:
+        """As OpaqueOptimizer.end."""
+        slots = list(slots)
+        for member in self._members:
+            member.end((slot for slot in slots if self._of(slot) is member), stream)
+
     def take_error(self) -> BaseException | None:
         return next(filter(None, [member.take_error() for member in self._members]), None)
-
-    def take_back(self) -> None:
-        for member in self._members:
-            member.take_back()
 
     def has(self, slot: Slot) -> bool:
         return self._of(slot).has(slot)
@@ -140,8 +142,11 @@ class OpaqueSeveral:
     def read(self, slot: Slot) -> dict[Any, Any]:
         return self._of(slot).read(slot)
 
-    def write(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        self._of(slot).write(slot, entry)
+    def write(self, slot: Slot, entry: Mapping[Any, Any], is_copied: bool = True) -> None:
+        self._of(slot).write(slot, entry, is_copied)
+
+    def drop(self, slot: Slot) -> None:
+        self._of(slot).drop(slot)
 
     def check(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
         self._of(slot).check(slot, entry)

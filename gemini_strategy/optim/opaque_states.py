@@ -1,0 +1,302 @@
+"""`optimizer.state` where the engine keeps states as bytes: what a program sees of it, and writes there.
+
+What a program has of a state that lies in a chunk is a copy. It is kept like the state itself: what the program writes
+there is taken before the state is used, and what a step makes of the state is written to the copy at the step's end.
+What lies in no chunk, a counter for one, is the optimizer's own tensor.
+
+Invariants
+    1. An entry that was given last is kept until the next use: what was written to it counts, even if the program has
+       dropped it. Others live as long as the program has them, or a tensor of theirs.
+    2. Copies are compared by their bytes: `.data` and NumPy write without telling.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from gemini_strategy.optim.moments import Shown
+from gemini_strategy.optim.opaque import Path, leaves, with_leaves
+
+if TYPE_CHECKING:
+    from gemini_strategy.parameters.slot import Slot
+
+
+class Kept(Protocol):
+    """Who has the states."""
+
+    def entry(self, slot: Slot) -> dict[Any, Any] | None:
+        """The optimizer's own, with tensors on the chunk."""
+
+    def kept(self, slot: Slot) -> dict[Path, torch.Tensor]:
+        """What of it lies in the chunk, copied to the host."""
+
+    def put(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        """Another one, of which the chunk has the bytes."""
+
+    def store(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        """Another one, whose bytes go to the chunk."""
+
+
+class _Entry(dict[Any, Any]):
+    """`optimizer.state[p]`, a dict that may be known weakly."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class _Copy:
+    """What a program may have of one parameter's states."""
+
+    def __init__(self, entry: _Entry | None, tensors: Mapping[Path, torch.Tensor]) -> None:
+        self.entry = None if entry is None else weakref.ref(entry)
+        self.tensors = {path: weakref.ref(tensor) for path, tensor in tensors.items()}
+        self.others = [weakref.ref(tensor) for _, tensor in leaves(entry)]
+
+    def is_any(self) -> bool:
+        """The program has something of it, counters included."""
+        known = [self.entry, *self.tensors.values(), *self.others]
+        return any(each is not None and each() is not None for each in known)
+
+    def alive(self) -> tuple[_Entry | None, dict[Path, torch.Tensor]]:
+        entry = None if self.entry is None else self.entry()
+        found = {path: tensor() for path, tensor in self.tensors.items()}
+        return entry, {path: tensor for path, tensor in found.items() if tensor is not None}
+
+
+class Copies:
+    """Those of all parameters."""
+
+    def __init__(self, owner: Kept) -> None:
+        self._owner = weakref.ref(owner)
+        self._copies: dict[Slot, _Copy] = {}
+        self._last: tuple[Slot, _Entry] | None = None
+
+    def show(self, slot: Slot) -> dict[Any, Any]:
+        """The parameter's entry for a program."""
+        if self._last is not None and self._last[0] is not slot:
+            self.take(self._last[0])
+        known = self._copies.get(slot)
+        entry, tensors = (None, {}) if known is None else known.alive()
+        if entry is None:
+            self.take(slot)
+            owner = self._owner()
+            assert owner is not None
+            missing = {
+                p: t.to(slot.device) for p, t in owner.kept(slot).items() if p not in tensors
+            }
+            tensors = {**missing, **tensors}
+            entry = _Entry(with_leaves(owner.entry(slot) or {}, tensors))
+            self._copies[slot] = _Copy(entry, tensors)
+        self._last = slot, entry
+        return entry
+
+    def note(self, slot: Slot, entry: Mapping[Any, Any], kept: Mapping[Path, Any]) -> None:
+        """A program has assigned an entry, and may go on writing to its tensors."""
+        self.forget(slot)
+        given = {
+            path: tensor
+            for path, tensor in leaves(entry)
+            if path in kept and tensor.device == slot.device
+        }
+        self._copies[slot] = _Copy(entry if isinstance(entry, _Entry) else None, given)
+
+    def forget(self, slot: Slot) -> None:
+        """What a program has of the parameter's states is its own from now on."""
+        self._copies.pop(slot, None)
+        if self._last is not None and self._last[0] is slot:
+            self._last = None
+
+    def take_all(self) -> None:
+        """States are used next."""
+        for slot in list(self._copies):
+            self.take(slot)
+
+    def take(self, slot: Slot) -> None:
+        """What the program has written becomes the parameter's states."""
+        if self._last is not None and self._last[0] is slot:
+            last = self._last[1]  # alive until it has been looked at
+            self._last = None
+            self._take(slot)
+            del last
+        else:
+            self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
+        known, owner = self._copies.get(slot), self._owner()
+        if known is None or owner is None:
+            return
+        entry, tensors = known.alive()
+        if not known.is_any():
+            del self._copies[slot]
+        if entry is None and not tensors:
+            return
+        own, kept = owner.entry(slot) or {}, owner.kept(slot)
+        if entry is None:
+            written = {p: t for p, t in tensors.items() if p in kept and not _is_same(t, kept[p])}
+            if written:
+                owner.store(slot, with_leaves(own, {**kept, **written}))
+            return
+        now = dict(leaves(entry))
+        was = dict(leaves(own))
+        is_same = now.keys() == was.keys() and all(
+            (tensors.get(path) is tensor and _is_same(tensor, kept[path]))
+            if path in kept
+            else tensor is was[path]
+            for path, tensor in now.items()
+        )
+        if is_same:
+            owner.put(slot, entry)
+            return
+        owner.store(slot, entry)
+        self._copies[slot] = _Copy(entry, {p: t for p, t in now.items() if p in owner.kept(slot)})
+
+    def any(self) -> bool:
+        """Whether a program has something of a state."""
+        return any(known.is_any() for known in self._copies.values())
+
+    def renew(self) -> None:
+        """States have been used: copies that a program has become what they are now."""
+        owner = self._owner()
+        for slot, known in list(self._copies.items()):
+            entry, tensors = known.alive()
+            own = None if owner is None else owner.entry(slot)
+            if owner is None or own is None or not known.is_any():
+                del self._copies[slot]
+                continue
+            kept = owner.kept(slot)
+            for path, tensor in tensors.items():
+                if path in kept:
+                    with torch.no_grad():
+                        tensor.copy_(kept[path])
+            if entry is None:
+                continue
+            missing = {p: t.to(slot.device) for p, t in kept.items() if p not in tensors}
+            tensors = {**missing, **{p: t for p, t in tensors.items() if p in kept}}
+            _become(entry, with_leaves(own, tensors))
+            known.tensors = {path: weakref.ref(tensor) for path, tensor in tensors.items()}
+
+    def release(self) -> None:
+        self._copies, self._last = {}, None
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same bytes, wherever they are."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    flat = [t.detach().cpu().contiguous().reshape(-1, 1).view(torch.uint8) for t in (one, other)]
+    return bool(torch.equal(*flat))
+
+
+def _become(entry: dict[Any, Any], now: Mapping[Any, Any]) -> None:
+    """The dict has these values; what has the same tensors in it stays the same object."""
+    for key in [key for key in entry if key not in now]:
+        del entry[key]
+    for key, value in now.items():
+        ids = [id(tensor) for _, tensor in leaves({"": value})]
+        if not ids or ids != [id(tensor) for _, tensor in leaves({"": entry.get(key)})]:
+            entry[key] = value
+
+
+class OpaqueStates(Shown, defaultdict[Any, Any]):
+    """`optimizer.state`: entries of parameters whose states the engine has, and whatever else there is."""
+
+    def __init__(self, owner: Any, slot_of: Callable[[Any], Slot | None]) -> None:
+        super().__init__(dict)
+        self._owner, self._slot_of = owner, slot_of
+
+    def __getitem__(self, key: Any) -> Any:
+        slot = self._slot_of(key)
+        if slot is not None:
+            return self._owner.show(slot)
+        if not dict.__contains__(self, key):
+            dict.__setitem__(self, key, {})
+        return dict.__getitem__(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.assign(key, value, is_copied=False)
+
+    def assign(self, key: Any, value: Any, is_copied: bool) -> None:
+        """`is_copied`: what is written to its tensors later counts no more."""
+        slot = self._slot_of(key)
+        if slot is None:
+            dict.__setitem__(self, key, value)
+        else:
+            self._owner.write(slot, value, is_copied)
+
+    def __delitem__(self, key: Any) -> None:
+        slot = self._slot_of(key)
+        if slot is None:
+            dict.__delitem__(self, key)
+        elif not self._owner.has(slot):
+            raise KeyError(key)
+        else:
+            self._owner.drop(slot)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (slot.parameter for slot in self._owner.slots())
+        yield from dict.__iter__(self)
+
+    def __len__(self) -> int:
+        return len(self._owner.slots()) + dict.__len__(self)
+
+    def __contains__(self, key: Any) -> bool:
+        slot = self._slot_of(key)
+        return dict.__contains__(self, key) if slot is None else self._owner.has(slot)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            return dict.pop(self, key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def copy(self) -> defaultdict[Any, Any]:
+        """An ordinary defaultdict with copies of these entries."""
+        return defaultdict(dict, {key: self[key] for key in self})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return defaultdict(
+            dict, {copy.deepcopy(k, memo): copy.deepcopy(v, memo) for k, v in self.items()}
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(self.copy()))
+
+    def rest(self) -> dict[Any, Any]:
+        """What is not of the engine."""
+        return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
+
+    def replace(self, states: Any, is_copied: bool = False) -> None:
+        """`optimizer.state = states`: its entries; what it has no entry for begins anew."""
+        if states is self:
+            return
+        if not isinstance(states, Mapping):
+            raise TypeError(f"optimizer.state is a mapping, not {type(states).__name__}")
+        given = dict(states.items())
+        for key in [key for key in self if key not in given]:
+            del self[key]
+        for key, value in given.items():
+            self.assign(key, value, is_copied)
