@@ -31,7 +31,7 @@ from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import opaque, rehearsal
+from gemini_strategy.optim import opaque, parts, rehearsal
 from gemini_strategy.optim.opaque import Leaf, Path, is_kept_in_chunk, leaves, with_leaves
 from gemini_strategy.optim.opaque_states import Copies
 from gemini_strategy.weakly import weak_method
@@ -169,8 +169,8 @@ class OpaqueOptimizer:
         self._dropped: list[Slot] = []
         self._optimizer = weakref.ref(optimizer)
         self._recipes: list[dict[str, Any]] = []
-        self._start: rehearsal.Own | None = None
-        self._end: rehearsal.Own | None = None
+        self._start: parts.Own | None = None
+        self._end: parts.Own | None = None
         self._autocast = (False, torch.bfloat16)  # of who steps: a part may run inside a forward's
         self._stream: int | None = None  # of updates
         self.error: BaseException | None = None  # that step() has raised
@@ -255,9 +255,9 @@ class OpaqueOptimizer:
         self._group_of = {
             id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
         }
-        own = rehearsal.Own.of(optimizer)
+        own = parts.Own.of(optimizer)
         options = [{k: _copied(v) for k, v in group.items()} for group in own.options]
-        self._start, self._end = rehearsal.Own(own.attributes, options), None
+        self._start, self._end = parts.Own(own.attributes, options), None
         kind = runtime.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._recipes = self._recipes[-64:]
@@ -318,7 +318,7 @@ class OpaqueOptimizer:
         assert self._start is not None
         state: defaultdict[Any, Any] = defaultdict(dict)
         own = self._start
-        inner = rehearsal.stand_in(optimizer, [], state, self._kind)
+        inner = parts.stand_in(optimizer, [], state, self._kind)
         if self._rehearsed.writes_itself:
             own = own.copied(optimizer, inner)
         params = [
@@ -332,14 +332,14 @@ class OpaqueOptimizer:
             {"params": p, **options} for p, options in zip(params, own.options, strict=True)
         ]
         vars(inner).update(own.attributes)
-        rehearsal.run(inner)
-        self._commit(optimizer, rehearsal.Own.of(inner))
+        parts.run(inner)
+        self._commit(optimizer, parts.Own.of(inner))
         for slot in itertools.chain.from_iterable(groups.values()):
             entry = inner.state.get(self._stand_in(slot).parameter)
             if entry is not None:
                 self._entries[slot] = self._adopted(slot, entry)
 
-    def _commit(self, optimizer: Any, ended: rehearsal.Own) -> None:
+    def _commit(self, optimizer: Any, ended: parts.Own) -> None:
         """Invariant 2."""
         if self._end is None:
             self._end = ended

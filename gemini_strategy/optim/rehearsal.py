@@ -1,15 +1,14 @@
-"""Any optimizer that treats each parameter by itself: how it is stepped on some of them, and what a rehearsal shows.
+"""Whether an optimizer of any class treats each parameter by itself, and how large its states will be.
 
-Whether it does is decided by equality, not by its name. A copy of it steps a few small tensors, together and in parts,
+That is decided by equality, not by names. A copy of it steps a few small tensors, together and in parts,
 and every bit of weights and states has to come out equal.
 
 Invariants
     1. A rehearsal leaves nothing behind: it steps copies, on tensors of its own, and puts random numbers, attributes of
        classes and torch's default dtype back as they were.
     2. A part has all groups of the optimizer, in their order; a group that has none of the part's parameters is empty.
-    3. Where step() writes to the optimizer itself (a count in a group), each part begins with the values of the step's
-       beginning, and all parts have to end with the same ones.
-    4. What torch.compile makes of a step is not rehearsed: a rehearsal runs the program as it is written.
+    3. What torch.compile makes of a step is not rehearsed: a rehearsal runs the program as it is written.
+    4. It shows what a few steps show. What an optimizer first does after more of them it does not see.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ import itertools
 import math
 import random
 import sys
-import types
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,11 +34,8 @@ from torch.optim import Optimizer
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque
+from gemini_strategy.optim.parts import Group, Own, States, difference, reach, run, stand_in
 
-Group = dict[str, Any]
-States = Mapping[torch.Tensor, Any]
-
-_ANEW = ("state", "param_groups", "step")  # "step": an LR scheduler's around the class's own
 _WAY_OUT = "use an optimizer that does, such as torch.optim.AdamW, or train without manage()"
 _STEPS = 3
 _STEPS_OF_SMALL = 6  # RAdam and others begin otherwise
@@ -52,10 +47,9 @@ _SHAPES: dict[int, list[tuple[int, ...]]] = {
     3: [(4, 3, 2), (64, 32, 3)],
     4: [(4, 3, 3, 3), (32, 32, 3, 2)],
 }
+_LEAST_LR = 0.01
 _CUTS = (1, 3, 130, 4111)
 _BLOCKS = (64, 128, 256, 2048, 4096)
-# Elements of a tensor that an optimizer has as an attribute; copies share larger ones.
-_MOST_COPIED = 1 << 16
 # Bytes of parameters and gradients in a step that only finds out the sizes of states.
 _MOST_REAL = 1 << 30
 
@@ -76,186 +70,6 @@ class Rehearsed:
     writes_itself: bool
     cut: Literal["element", "block", "row", "whole"]
     block: int = 1
-
-
-# ---- stepping some parameters ----
-
-
-def stand_in(
-    optimizer: Optimizer, groups: list[Group], state: States, kind: type | None = None
-) -> Optimizer:
-    """An optimizer of these groups and states that shares all else with another, and has no hooks.
-
-    `kind`: the plain class, where that of the object has been swapped.
-    """
-    kind = kind or type(optimizer)
-    made: Any = object.__new__(kind)
-    for name, value in vars(optimizer).items():
-        if _is_hooks(name):
-            value = OrderedDict()
-        elif isinstance(value, types.MethodType) and value.__self__ is optimizer:
-            value = types.MethodType(value.__func__, made)
-        if name not in _ANEW and not name.startswith("_gm_"):
-            made.__dict__[name] = value
-    if "is_paged" in made.__dict__:
-        made.is_paged = (
-            False  # bitsandbytes: memory of its own for states, which the manager moves instead
-        )
-    made.__dict__.update(param_groups=groups, state=state)
-    return made
-
-
-def run(stepped: Optimizer) -> None:
-    """Its own step, without a closure. No hooks run, nor those on all optimizers under a super().step()."""
-    step = type(stepped).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    tables = [_torch.optimizers_pre_hooks, _torch.optimizers_post_hooks]
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        with torch.no_grad():
-            step(stepped)
-    finally:
-        for table, hooks in zip(tables, kept, strict=True):
-            table.update(hooks)
-
-
-def _is_hooks(name: str) -> bool:
-    return name.startswith("_optimizer_") and name.endswith("_hooks")
-
-
-@dataclass
-class Own:
-    """What an optimizer has besides parameters and states: its attributes and its groups' options."""
-
-    attributes: dict[str, Any]
-    options: list[Group]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> Own:
-        """Shared with it."""
-        attributes = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if name not in (*_ANEW, "_opt_called", "_zero_grad_profile_name")
-            and not name.startswith("_gm_")
-            and not _is_hooks(name)
-            and not (isinstance(value, types.MethodType) and value.__self__ is optimizer)
-        }
-        skipped = ("params", "param_names")
-        options = [
-            {key: value for key, value in group.items() if key not in skipped}
-            for group in optimizer.param_groups
-        ]
-        return cls(attributes, options)
-
-    def copied(self, owner: Optimizer, target: Optimizer) -> Own:
-        """For `target`, which stands where they had `owner`. What cannot be copied, and large tensors, are shared."""
-        memo: dict[int, Any] = {id(owner): target}
-        for value in _reach([self.attributes, self.options], owner):
-            if isinstance(value, torch.Tensor) and value.numel() > _MOST_COPIED:
-                memo[id(value)] = value
-        made = Own({}, [{} for _ in self.options])
-        for one, other in zip(
-            [self.attributes, *self.options], [made.attributes, *made.options], strict=True
-        ):
-            for key, value in one.items():
-                try:
-                    other[key] = copy.deepcopy(value, memo)
-                except Exception:  # locks, process groups: classes say so in many ways
-                    other[key] = value
-        return made
-
-    def put(self, optimizer: Optimizer) -> None:
-        """The optimizer has these values from now on."""
-        vars(optimizer).update(self.attributes)
-        for group, options in zip(optimizer.param_groups, self.options, strict=True):
-            group.update(options)
-
-    def difference(self, other: Own) -> tuple[str, float] | None:
-        """Where they differ first, and the largest difference there."""
-        found = _difference(self.attributes, other.attributes, "attribute")
-        return found or _difference(self.options, other.options, "param_groups")
-
-
-def _reach(value: Any, owner: Optimizer) -> Iterator[Any]:
-    """Everything that values lead to: through containers, and through the attributes of objects."""
-    seen: dict[int, Any] = {id(owner): owner}
-    left = [value]
-    while left:
-        value = left.pop()
-        if id(value) in seen or isinstance(value, type | types.ModuleType | types.FunctionType):
-            continue
-        seen[id(value)] = value  # keeps ids apart
-        yield value
-        if isinstance(value, dict):
-            left += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set | frozenset | deque):
-            left += value
-        elif isinstance(value, types.MethodType):
-            left.append(value.__self__)
-        elif not isinstance(value, torch.Tensor):
-            left += getattr(value, "__dict__", {}).values()
-
-
-# ---- equality ----
-
-
-def _difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, float] | None:
-    """Where two values differ first, and the largest difference there; bits count, and NaN equals NaN."""
-    if one is other:
-        return None
-    if type(one) is not type(other):
-        return where, math.inf
-    if isinstance(one, torch.Tensor):
-        return _tensor_difference(one, other, where, depth)
-    pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            keys = sorted(_key(key) for key in one.keys() ^ other.keys())
-            return f"{where}.{keys[0]}", math.inf
-        pairs = [(f"{where}.{_key(key)}", one[key], other[key]) for key in one]
-    elif isinstance(one, list | tuple | deque):
-        if len(one) != len(other):
-            return where, math.inf
-        pairs = [(f"{where}.{i}", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
-    elif isinstance(one, int | float | complex):
-        is_equal = one == other or (one != one and other != other)
-        return None if is_equal else (where, float(abs(one - other)))
-    elif isinstance(one, str | bytes | set | frozenset | torch.dtype | torch.device | torch.Size):
-        return None if one == other else (where, math.inf)
-    elif isinstance(getattr(one, "__dict__", None), dict) and depth < 8:
-        return _difference(vars(one), vars(other), where, depth + 1)
-    found = (_difference(a, b, path, depth + 1) for path, a, b in pairs)
-    return next((each for each in found if each is not None), None)
-
-
-def _key(key: Any) -> str:
-    return "a tensor" if isinstance(key, torch.Tensor) else str(key)
-
-
-def _tensor_difference(
-    one: torch.Tensor, other: torch.Tensor, where: str, depth: int
-) -> tuple[str, float] | None:
-    if _torch.is_wrapper_subclass(one):
-        names, context = one.__tensor_flatten__()
-        inner = [{name: getattr(each, name) for name in names} for each in (one, other)]
-        found = _difference(context, other.__tensor_flatten__()[1], where, depth)
-        return found or _difference(inner[0], inner[1], where, depth)
-    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
-        return where, math.inf
-    one, other = one.detach().contiguous(), other.detach().contiguous()
-    same = one.reshape(-1, 1).view(torch.uint8) == other.reshape(-1, 1).view(torch.uint8)
-    if bool(same.all()):
-        return None
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    one, other = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
-    unequal = ~same.all(-1) & ~(one.isnan() & other.isnan())
-    if not bool(unequal.any()):
-        return None
-    return where, float((one - other).abs()[unequal].nan_to_num(nan=math.inf).max())
 
 
 # ---- playing ----
@@ -287,20 +101,17 @@ class _Played:
     entries: list[Any]
     own: Own
     is_steady: bool  # the last step changed nothing of `own`
+    unequal: str | None  # how parts of one step ended with different values of `own`
 
     def difference(self, other: _Played) -> str | None:
         """The same tensors stepped otherwise: what differs first."""
         for i, weight in enumerate(self.weights):
-            found = _difference(weight, other.weights[i], "the weight")
-            found = found or _difference(self.entries[i], other.entries[i], "state")
+            found = difference(weight, other.weights[i], "the weight")
+            found = found or difference(self.entries[i], other.entries[i], "state")
             if found is not None:
                 what = f"a parameter of shape {tuple(weight.shape)} in {weight.dtype}"
                 return f"{_said(found)}, of {what}"
         return None
-
-
-class _DiffersError(Exception):
-    """Parts end with different values of the optimizer's own."""
 
 
 def _said(found: tuple[str, float]) -> str:
@@ -318,10 +129,16 @@ class _Stage:
         self.is_born_with_states = False
 
     def copied(self) -> Optimizer:
-        """A copy whose groups have options alone."""
+        """A copy whose groups have options alone, and learning rates that show in weights; a warm-up's do not."""
         own = Own.of(self.optimizer)
         made = stand_in(self.optimizer, [{} for _ in own.options], {})
         own.copied(self.optimizer, made).put(made)
+        for group in made.param_groups:
+            lr = group.get("lr")
+            is_number = isinstance(lr, int | float | torch.Tensor)
+            if is_number and 0 <= float(lr) < _LEAST_LR:
+                is_tensor = isinstance(lr, torch.Tensor)
+                group["lr"] = torch.full_like(lr, _LEAST_LR) if is_tensor else _LEAST_LR
         return made
 
     def part(
@@ -354,11 +171,16 @@ class _Stage:
             return call()
         except GeminiError:
             raise
-        except Exception:  # its step may raise anything
+        except Exception as error:  # its step may raise anything
             if not self.optimizer.state or self.is_born_with_states:
                 raise
-        self.is_born_with_states = True
-        return call()
+            self.is_born_with_states = True
+            try:
+                return call()
+            except GeminiError:
+                raise
+            except Exception:
+                raise error from None
 
     def play(
         self,
@@ -367,16 +189,12 @@ class _Stage:
         is_restored: bool = True,
         steps: int = _STEPS,
     ) -> _Played:
-        """Some steps, each part by part; `is_restored`: as invariant 3 says.
-
-        Raises:
-            _DiffersError: parts end with different values.
-        """
+        """Some steps, each part by part; `is_restored`: as invariant 2 of parts.py says."""
         whole = self.copied()
         parameters = [nn.Parameter(_clone(t.value)) for t in tensors]
         state = self.born(whole, {p: t.group for p, t in zip(parameters, tensors, strict=True)})
         forms: dict[nn.Parameter, list[opaque.Leaf]] = {}
-        is_steady = True
+        is_steady, unequal = True, None
         for step in range(steps):
             start = Own.of(whole)
             before, end = start.copied(whole, whole), None
@@ -391,14 +209,14 @@ class _Stage:
                 if end is None:
                     end = Own.of(stepped)
                 found = end.difference(Own.of(stepped)) if is_restored else None
-                if found is not None:
-                    raise _DiffersError(f"{_said(found)} at the end of parts of step {step + 1}")
+                if found is not None and unequal is None:
+                    unequal = f"{_said(found)} at the end of parts of step {step + 1}"
             if is_restored and end is not None:
                 end.put(whole)
             is_steady = before.difference(Own.of(whole)) is None
         weights = [p.detach() for p in parameters]
         entries = [state.get(p, {}) for p in parameters]
-        return _Played(weights, entries, Own.of(whole), is_steady)
+        return _Played(weights, entries, Own.of(whole), is_steady, unequal)
 
     def step(
         self,
@@ -589,7 +407,7 @@ def _is_cut_equal(
             return False
         for leaf, *others in zip(*found, strict=True):
             tensors_apart = [tensor for _, tensor in others]
-            is_same = all(_difference(leaf[1], each, "") is None for each in tensors_apart)
+            is_same = all(difference(leaf[1], each, "") is None for each in tensors_apart)
             if not is_same and not _is_joined(leaf[1], tensors_apart):
                 return False
         first = last
@@ -600,7 +418,7 @@ def _is_joined(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
     if tensor.dim() == 0:
         return False
     joined = torch.cat([part.reshape(-1) for part in parts])
-    return _difference(tensor.reshape(-1), joined, "") is None
+    return difference(tensor.reshape(-1), joined, "") is None
 
 
 # ---- a rehearsal ----
@@ -640,6 +458,8 @@ def _rehearsed(stage: _Stage, is_drawn: Callable[[], str]) -> Rehearsed:
         for group, dtype, order, _ in _kinds(stage.optimizer)
         for shape in _shapes(len(order))
     ]
+    if not shapes:
+        return Rehearsed(False, "whole")
     # Small ones come first: an optimizer that is refused may take long over large ones.
     acts = [
         ([tensor for tensor, shape in shapes if math.prod(shape) < 1000], _STEPS_OF_SMALL),
@@ -655,6 +475,11 @@ def _rehearsed(stage: _Stage, is_drawn: Callable[[], str]) -> Rehearsed:
                 f"step() of {stage.name} draws random numbers ({drawn}), and its bits depend on the order in which "
                 "parameters are stepped: use an optimizer that draws none (without stochastic rounding), or train "
                 "without manage()"
+            )
+        if not all(bool(weight.isfinite().any()) for weight in together[-1].weights):
+            raise GeminiError(
+                f"step() of {stage.name} makes no finite number of small random tensors, and bits cannot be compared: "
+                "lower its learning rate, or train without manage()"
             )
     first = ""
     is_steady = all(each.is_steady for each in together)
@@ -677,15 +502,13 @@ def _apart(
     everything = range(len(tensors))
     try:
         for parts in ([[i] for i in everything], [everything[1::2][::-1], everything[::2]]):
-            apart = stage.play(tensors, parts, is_restored, steps)
-            differs = together.difference(apart)
+            apart = stage.play(tensors, [part for part in parts if part], is_restored, steps)
+            differs = together.difference(apart) or apart.unequal
             if differs is None and is_restored:
                 own = together.own.difference(apart.own)
                 differs = None if own is None else _said(own)
             if differs is not None:
                 return differs
-    except _DiffersError as error:
-        return str(error)
     except GeminiError:
         raise
     except Exception as error:  # its step may raise anything
@@ -711,7 +534,7 @@ def _check_held(optimizer: Optimizer) -> None:
     ids = {id(p) for p in parameters}
     own = Own.of(optimizer)
     for where, value in itertools.chain(own.attributes.items(), *(o.items() for o in own.options)):
-        for each in _reach(value, optimizer):
+        for each in reach(value, optimizer):
             if id(each) in ids or (type(each) is int and each in ids):
                 raise GeminiError(
                     f"{name}.{where} holds parameters, or their id(), beside param_groups, and step() would not find "
@@ -737,7 +560,7 @@ def _untouched(
 
     def is_drawn() -> str:
         for (name, read, _), state in zip(sources, before, strict=True):
-            if _difference(state, read(), name) is not None:
+            if difference(state, read(), name) is not None:
                 return name
         return ""
 
@@ -750,7 +573,7 @@ def _untouched(
             write(state)
         torch.set_default_dtype(dtype)
         for (kind, name), value in values.items():
-            if _difference(value, vars(kind).get(name), "") is not None:
+            if difference(value, vars(kind).get(name), "") is not None:
                 setattr(kind, name, value)
 
 
@@ -770,7 +593,7 @@ def _sources(
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         sources.append(("numpy's", numpy.random.get_state, numpy.random.set_state))
-    for each in _reach(list(vars(optimizer).values()), optimizer):
+    for each in reach(list(vars(optimizer).values()), optimizer):
         if isinstance(each, torch.Generator):
             sources.append(("a generator of its own", each.get_state, each.set_state))
     return sources

@@ -1,0 +1,208 @@
+"""Stepping some of an optimizer's parameters: a stand-in has these, and takes the class's own step.
+
+Invariants
+    1. A stand-in shares with its optimizer what is not said to be its own: parameters, states, groups.
+    2. Where step() writes to the optimizer itself (a count in a group), each part of a step begins with the values of
+       the step's beginning (`Own`), all have to end with the same ones, and the optimizer gets these.
+    3. Equal means every bit, but for NaN, which equals NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gemini_strategy import _torch
+
+Group = dict[str, Any]
+States = Mapping[torch.Tensor, Any]
+
+_ANEW = ("state", "param_groups", "step")  # "step": an LR scheduler's around the class's own
+_RUNS_HOOKS = Optimizer.profile_hook_step(len).__code__  # type: ignore[attr-defined]
+# Elements of a tensor that an optimizer has as an attribute; copies share larger ones.
+_MOST_COPIED = 1 << 16
+
+
+def stand_in(
+    optimizer: Optimizer, groups: list[Group], state: States, kind: type | None = None
+) -> Optimizer:
+    """An optimizer of these groups and states that shares all else with another, and has no hooks.
+
+    `kind`: the plain class, where that of the object has been swapped.
+    """
+    kind = kind or type(optimizer)
+    made: Any = object.__new__(kind)
+    for name, value in vars(optimizer).items():
+        if _is_hooks(name):
+            value = OrderedDict()
+        elif isinstance(value, types.MethodType) and value.__self__ is optimizer:
+            value = types.MethodType(value.__func__, made)
+        if name not in _ANEW and not name.startswith("_gm_"):
+            made.__dict__[name] = value
+    if "is_paged" in made.__dict__:
+        # bitsandbytes would put states into memory that CUDA moves; here Gemini moves them.
+        made.is_paged = False
+    made.__dict__.update(param_groups=groups, state=state)
+    return made
+
+
+def run(stepped: Optimizer) -> None:
+    """Its own step, without a closure. No hooks run, nor those on all optimizers under a super().step()."""
+    step: Any = type(stepped).step
+    if getattr(step, "__code__", None) is _RUNS_HOOKS:
+        step = step.__wrapped__
+    tables = [_torch.optimizers_pre_hooks, _torch.optimizers_post_hooks]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        with torch.no_grad():
+            step(stepped)
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
+
+
+def _is_hooks(name: str) -> bool:
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+@dataclass
+class Own:
+    """What an optimizer has besides parameters and states: its attributes and its groups' options."""
+
+    attributes: dict[str, Any]
+    options: list[Group]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Own:
+        """Shared with it."""
+        attributes = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in (*_ANEW, "_opt_called", "_zero_grad_profile_name")
+            and not name.startswith("_gm_")
+            and not _is_hooks(name)
+            and not (isinstance(value, types.MethodType) and value.__self__ is optimizer)
+        }
+        skipped = ("params", "param_names")
+        options = [
+            {key: value for key, value in group.items() if key not in skipped}
+            for group in optimizer.param_groups
+        ]
+        return cls(attributes, options)
+
+    def copied(self, owner: Optimizer, target: Optimizer) -> Own:
+        """For `target`, which stands where they had `owner`. What cannot be copied, and large tensors, are shared."""
+        memo: dict[int, Any] = {id(owner): target}
+        for value in reach([self.attributes, self.options], owner):
+            if isinstance(value, torch.Tensor) and value.numel() > _MOST_COPIED:
+                memo[id(value)] = value
+        made = Own({}, [{} for _ in self.options])
+        for one, other in zip(
+            [self.attributes, *self.options], [made.attributes, *made.options], strict=True
+        ):
+            for key, value in one.items():
+                try:
+                    other[key] = copy.deepcopy(value, memo)
+                except Exception:  # locks, process groups: classes say so in many ways
+                    other[key] = value
+        return made
+
+    def put(self, optimizer: Optimizer) -> None:
+        """The optimizer has these values from now on."""
+        vars(optimizer).update(self.attributes)
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            group.update(options)
+
+    def difference(self, other: Own) -> tuple[str, float] | None:
+        """Where they differ first, and the largest difference there."""
+        found = difference(self.attributes, other.attributes, "attribute")
+        return found or difference(self.options, other.options, "param_groups")
+
+
+def reach(value: Any, owner: Optimizer) -> Iterator[Any]:
+    """Everything that values lead to: through containers, and through the attributes of objects."""
+    seen: dict[int, Any] = {id(owner): owner}
+    left = [value]
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, type | types.ModuleType | types.FunctionType):
+            continue
+        seen[id(value)] = value  # keeps ids apart
+        yield value
+        if isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            left += value
+        elif isinstance(value, types.MethodType):
+            left.append(value.__self__)
+        elif not isinstance(value, torch.Tensor):
+            left += getattr(value, "__dict__", {}).values()
+
+
+def difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, float] | None:
+    """Where two values differ first, and the largest difference there; bits count, and NaN equals NaN."""
+    if one is other:
+        return None
+    if type(one) is not type(other):
+        return where, math.inf
+    if isinstance(one, torch.Tensor):
+        return _tensor_difference(one, other, where, depth)
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            keys = sorted(_key(key) for key in one.keys() ^ other.keys())
+            return f"{where}.{keys[0]}", math.inf
+        pairs = [(f"{where}.{_key(key)}", one[key], other[key]) for key in one]
+    elif isinstance(one, list | tuple | deque):
+        if len(one) != len(other):
+            return where, math.inf
+        pairs = [(f"{where}.{i}", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
+    elif isinstance(one, int | float | complex):
+        is_equal = one == other or (one != one and other != other)
+        return None if is_equal else (where, float(abs(one - other)))
+    elif isinstance(one, str | bytes | set | frozenset | torch.dtype | torch.device | torch.Size):
+        return None if one == other else (where, math.inf)
+    elif isinstance(one, torch.Generator):
+        return difference(one.get_state(), other.get_state(), where)
+    elif hasattr(one, "tobytes"):  # numpy's
+        return None if one.tobytes() == other.tobytes() else (where, math.inf)
+    elif isinstance(getattr(one, "__dict__", None), dict) and depth < 8:
+        return difference(vars(one), vars(other), where, depth + 1)
+    found = (difference(a, b, path, depth + 1) for path, a, b in pairs)
+    return next((each for each in found if each is not None), None)
+
+
+def _key(key: Any) -> str:
+    return "a tensor" if isinstance(key, torch.Tensor) else str(key)
+
+
+def _tensor_difference(
+    one: torch.Tensor, other: torch.Tensor, where: str, depth: int
+) -> tuple[str, float] | None:
+    if _torch.is_wrapper_subclass(one):
+        names, context = one.__tensor_flatten__()
+        inner = [{name: getattr(each, name) for name in names} for each in (one, other)]
+        found = difference(context, other.__tensor_flatten__()[1], where, depth)
+        return found or difference(inner[0], inner[1], where, depth)
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return where, math.inf
+    one, other = one.detach().contiguous(), other.detach().contiguous()
+    same = one.reshape(-1, 1).view(torch.uint8) == other.reshape(-1, 1).view(torch.uint8)
+    if bool(same.all()):
+        return None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+    unequal = ~same.all(-1) & ~(one.isnan() & other.isnan())
+    if not bool(unequal.any()):
+        return None
+    return where, float((one - other).abs()[unequal].nan_to_num(nan=math.inf).max())
