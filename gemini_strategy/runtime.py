@@ -126,9 +126,8 @@ class Runtime(Uncopied, Reporting):
             self.opaque = OpaqueSeveral(self, optimizer)
         elif optimizer is not None and managed.is_opaque(optimizer):
             self.opaque = OpaqueOptimizer(self, optimizer)
-        if self.opaque is not None:
-            if settings.precision.is_mixed:  # as torch has them beside fp32 weights
-                self.settings = settings = dataclasses.replace(settings, is_grad_f32=True)
+        if self.opaque is not None and settings.precision.is_mixed:  # as beside fp32 weights
+            self.settings = settings = dataclasses.replace(settings, is_grad_f32=True)
         loading = Loading(model, settings.weights, settings.missing)
         registration = Registration(self, grouped, adapter_parameters(model), loading)
         check_sharing(model)

@@ -1,7 +1,7 @@
 """Several optimizers of one model, each of other parameters: Muon for its matrices, AdamW for the rest.
 
-Each steps when its own `step()` is called, as without an engine. Where the engine asks for "the optimizer" (groups for a
-norm, states for a checkpoint) it gets all of them as one: their groups one after the other.
+Each steps when its own `step()` is called, as without an engine. Where the engine asks for "the optimizer" (groups for
+a norm, states for a checkpoint) it gets all of them as one: their groups one after the other.
 """
 
 from __future__ import annotations
