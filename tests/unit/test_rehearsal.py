@@ -489,7 +489,9 @@ def test_everything_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         assert optimizer.param_groups is groups and optimizer.state is state
         assert len(state) == n_states
         for name, value in before.items():
-            assert str(vars(optimizer)[name]) == str(value) or "object at" in str(value), name
+            now = vars(optimizer)[name]
+            is_set = isinstance(value, set)  # a copy may have another order
+            assert (now == value) if is_set else str(now) == str(value) or "object at" in str(now)
     assert InClass.steps == 0 and InClass.seen == []
     assert torch.get_default_dtype() is torch.float32
     assert not bnb.optim.GlobalOptimManager.get_instance().pid2config
