@@ -83,8 +83,10 @@ def leaves(entry: Any) -> list[tuple[Path, torch.Tensor]]:
         found.setdefault(id(tensor), (path, tensor))
     spans: dict[int, list[tuple[int, int, Path]]] = {}
     for path, tensor in found.values():
-        first = tensor.storage_offset() * tensor.itemsize
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        reach = sum(
+            int((n - 1) * step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         if tensor.numel():
             span = first, first + (reach + 1) * tensor.itemsize, path
             spans.setdefault(_torch.storage_id(tensor.untyped_storage()), []).append(span)
@@ -134,7 +136,7 @@ def shared(entries: Iterable[Any]) -> set[Path]:
     }
 
 
-def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def _inner(tensor: Any) -> dict[str, torch.Tensor]:
     """What a tensor is made of."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
@@ -175,9 +177,10 @@ def _rebuilt(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if not _torch.is_wrapper_subclass(value):
             return tensors[id(value)]
+        wrapper: Any = value
         inner = _rebuilt(_inner(value), tensors)
-        context = value.__tensor_flatten__()[1]
-        return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+        context = wrapper.__tensor_flatten__()[1]
+        return type(wrapper).__tensor_unflatten__(inner, context, value.shape, value.stride())
     if not isinstance(value, dict | list | tuple) or next(_walk(value, ()), None) is None:
         return value
     if isinstance(value, tuple):

@@ -186,9 +186,7 @@ def _key(key: Any) -> str:
     return "a tensor" if isinstance(key, torch.Tensor) else str(key)
 
 
-def _tensor_difference(
-    one: torch.Tensor, other: torch.Tensor, where: str, depth: int
-) -> tuple[str, float] | None:
+def _tensor_difference(one: Any, other: Any, where: str, depth: int) -> tuple[str, float] | None:
     if _torch.is_wrapper_subclass(one):
         names, context = one.__tensor_flatten__()
         inner = [{name: getattr(each, name) for name in names} for each in (one, other)]

@@ -22,8 +22,7 @@ import math
 import random
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,21 +33,23 @@ from torch.optim import Optimizer
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque
-from gemini_strategy.optim.parts import Group, Own, States, difference, reach, run, stand_in
+from gemini_strategy.optim.parts import Own, difference, reach, run
+from gemini_strategy.optim.stage import (
+    STEPS,
+    WAY_OUT,
+    Kind,
+    Played,
+    Sample,
+    Stage,
+    form_of,
+    kinds_of,
+    said,
+    sample,
+)
 
-_WAY_OUT = "use an optimizer that does, such as torch.optim.AdamW, or train without manage()"
-_STEPS = 3
 _STEPS_OF_SMALL = 6  # RAdam and others begin otherwise
-# What a tensor of so many dimensions is rehearsed with: small ones, and some that are quantized and factored.
-_SHAPES: dict[int, list[tuple[int, ...]]] = {
-    0: [()],
-    1: [(7,), (6144,)],
-    2: [(5, 3), (128, 192)],
-    3: [(4, 3, 2), (64, 32, 3)],
-    4: [(4, 3, 3, 3), (32, 32, 3, 2)],
-}
-_LEAST_LR = 0.01
 _CUTS = (1, 3, 130, 4111)
+_LONG = 1 << 17  # elements: more than one thread steps alone
 _BLOCKS = (64, 128, 256, 2048, 4096)
 # Bytes of parameters and gradients in a step that only finds out the sizes of states.
 _MOST_REAL = 1 << 30
@@ -72,317 +73,56 @@ class Rehearsed:
     block: int = 1
 
 
-# ---- playing ----
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor to be stepped: the group that it is in, its first values, and its gradients step by step."""
-
-    group: int
-    value: torch.Tensor
-    gradients: tuple[torch.Tensor, ...]
-
-    def pieces(self, cuts: Sequence[int], is_flat: bool) -> list[_Tensor]:
-        """Cut in front of these elements or rows."""
-        value, *gradients = (t.reshape(-1) if is_flat else t for t in (self.value, *self.gradients))
-        edges = [0, *(cut for cut in cuts if cut < len(value)), len(value)]
-        return [
-            _Tensor(self.group, value[a:b], tuple(each[a:b] for each in gradients))
-            for a, b in itertools.pairwise(edges)
-        ]
-
-
-@dataclass
-class _Played:
-    """What came out: weights and entries in the order of the tensors, and what the optimizer had in the end."""
-
-    weights: list[torch.Tensor]
-    entries: list[Any]
-    own: Own
-    is_steady: bool  # the last step changed nothing of `own`
-    unequal: str | None  # how parts of one step ended with different values of `own`
-
-    def difference(self, other: _Played) -> str | None:
-        """The same tensors stepped otherwise: what differs first."""
-        for i, weight in enumerate(self.weights):
-            found = difference(weight, other.weights[i], "the weight")
-            found = found or difference(self.entries[i], other.entries[i], "state")
-            if found is not None:
-                what = f"a parameter of shape {tuple(weight.shape)} in {weight.dtype}"
-                return f"{_said(found)}, of {what}"
-        return None
-
-
-def _said(found: tuple[str, float]) -> str:
-    where, most = found
-    return f"{where.replace('.', ' ', 1)} differs by {'its form' if most == math.inf else f'{most:.3g}'}"
-
-
-class _Stage:
-    """Steps tensors with copies of an optimizer, on one device. The optimizer itself stays as it is."""
-
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self.optimizer = optimizer
-        self.device = device
-        self.name = type(optimizer).__name__
-        self.is_born_with_states = False
-
-    def copied(self) -> Optimizer:
-        """A copy whose groups have options alone, and learning rates that show in weights; a warm-up's do not."""
-        own = Own.of(self.optimizer)
-        made = stand_in(self.optimizer, [{} for _ in own.options], {})
-        own.copied(self.optimizer, made).put(made)
-        for group in made.param_groups:
-            lr = group.get("lr")
-            is_number = isinstance(lr, int | float | torch.Tensor)
-            if is_number and 0 <= float(lr) < _LEAST_LR:
-                is_tensor = isinstance(lr, torch.Tensor)
-                group["lr"] = torch.full_like(lr, _LEAST_LR) if is_tensor else _LEAST_LR
-        return made
-
-    def part(
-        self, whole: Optimizer, own: Own, numbers: Mapping[nn.Parameter, int], state: States
-    ) -> Optimizer:
-        """A stand-in for some parameters; the numbers are their groups'."""
-        groups: list[Group] = [
-            {"params": [p for p, number in numbers.items() if number == i]}
-            for i in range(len(own.options))
-        ]
-        made = stand_in(
-            whole, groups, defaultdict(dict, {p: state[p] for p in numbers if p in state})
-        )
-        own.put(made)
-        return made
-
-    def born(self, whole: Optimizer, numbers: Mapping[nn.Parameter, int]) -> dict[Any, Any]:
-        """The states that parameters have from the optimizer's constructor, where its step needs them (Adagrad)."""
-        if not self.is_born_with_states:
-            return {}
-        kind = type(whole)
-        groups = self.part(whole, Own.of(whole).copied(whole, whole), numbers, {}).param_groups
-        known = inspect.signature(kind).parameters
-        given = {key: value for key, value in whole.defaults.items() if key in known}
-        return dict(kind([g for g in groups if g["params"]], **given).state)
-
-    def first(self, call: Callable[[], Any]) -> Any:
-        """A first step on parameters without states; where that fails, on those that the constructor gives."""
-        try:
-            return call()
-        except GeminiError:
-            raise
-        except Exception as error:  # its step may raise anything
-            if not self.optimizer.state or self.is_born_with_states:
-                raise
-            self.is_born_with_states = True
-            try:
-                return call()
-            except GeminiError:
-                raise
-            except Exception:
-                raise error from None
-
-    def play(
-        self,
-        tensors: Sequence[_Tensor],
-        parts: Sequence[Sequence[int]],
-        is_restored: bool = True,
-        steps: int = _STEPS,
-    ) -> _Played:
-        """Some steps, each part by part; `is_restored`: as invariant 2 of parts.py says."""
-        whole = self.copied()
-        parameters = [nn.Parameter(_clone(t.value)) for t in tensors]
-        state = self.born(whole, {p: t.group for p, t in zip(parameters, tensors, strict=True)})
-        forms: dict[nn.Parameter, list[opaque.Leaf]] = {}
-        is_steady, unequal = True, None
-        for step in range(steps):
-            start = Own.of(whole)
-            before, end = start.copied(whole, whole), None
-            for part in parts:
-                for i in part:
-                    parameters[i].grad = _clone(tensors[i].gradients[step % _STEPS])
-                inside = {parameters[i]: tensors[i].group for i in part}
-                own = start.copied(whole, whole) if is_restored else start
-                stepped = self.part(whole, own, inside, state)
-                self.step(stepped, list(inside), forms)
-                state.update(stepped.state)
-                if end is None:
-                    end = Own.of(stepped)
-                found = end.difference(Own.of(stepped)) if is_restored else None
-                if found is not None and unequal is None:
-                    unequal = f"{_said(found)} at the end of parts of step {step + 1}"
-            if is_restored and end is not None:
-                end.put(whole)
-            is_steady = before.difference(Own.of(whole)) is None
-        weights = [p.detach() for p in parameters]
-        entries = [state.get(p, {}) for p in parameters]
-        return _Played(weights, entries, Own.of(whole), is_steady, unequal)
-
-    def step(
-        self,
-        stepped: Optimizer,
-        parameters: list[nn.Parameter],
-        forms: dict[nn.Parameter, list[opaque.Leaf]],
-    ) -> None:
-        """One step; then parameters and states have to be what can be managed."""
-        memory = [(p.data_ptr(), p.stride()) for p in parameters]
-        run(stepped)
-        if memory != [(p.data_ptr(), p.stride()) for p in parameters]:
-            raise GeminiError(
-                f"step() of {self.name} gives a parameter other memory, and a managed one has its place: use an "
-                "optimizer that writes in place, and parameters that are contiguous, or train without manage()"
-            )
-        for key in stepped.state:
-            if key not in set(parameters):
-                what = "another tensor" if isinstance(key, torch.Tensor) else repr(key)
-                raise GeminiError(
-                    f"step() of {self.name} keeps a state for {what}, which is none of the parameters that it steps: "
-                    f"{_WAY_OUT}"
-                )
-        for p in parameters:
-            try:
-                form = _form(stepped.state.get(p, {}), p)
-            except GeminiError as error:
-                raise GeminiError(f"{self.name} cannot be managed: {error}") from None
-            if form != forms.setdefault(p, form):
-                changed = [leaf for leaf in form if leaf not in forms[p]] or forms[p]
-                raise GeminiError(
-                    f"state {opaque.text(changed[0].path)} of {self.name} changes its form after the first step, to "
-                    f"{changed[0].shape} in {changed[0].dtype}, and has a place for what it was: use an optimizer "
-                    "whose states stay as large as they are, or train without manage()"
-                )
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    """With its strides, where these have no holes."""
-    return tensor.clone(memory_format=torch.preserve_format)
-
-
-def _form(entry: Any, parameter: torch.Tensor) -> list[opaque.Leaf]:
-    """What a chunk would have of an entry."""
-    own = _torch.storage_id(parameter.untyped_storage())
-    found = []
-    for path, tensor in opaque.leaves(entry):
-        if opaque.is_kept_in_chunk(tensor, parameter):
-            found.append(opaque.Leaf.of(path, tensor))
-        if tensor.numel() and _torch.storage_id(tensor.untyped_storage()) == own:
-            raise GeminiError(
-                f"state {opaque.text(path)} is a view of the parameter itself, and they would be kept apart: clone it "
-                "in the optimizer's step"
-            )
-    return found
-
-
-# ---- what is rehearsed ----
-
-
-def _sort(value: Any) -> Any:
-    """Options of one sort take the same way through a step."""
-    if isinstance(value, float):
-        return value == 0
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape)
-    if isinstance(value, list | tuple):
-        return tuple(_sort(item) for item in value)
-    return value if isinstance(value, bool | int | str | None) else id(value)
-
-
-def _kinds(optimizer: Optimizer) -> Iterator[tuple[int, torch.dtype, tuple[int, ...], list[int]]]:
-    """Group, dtype, dimensions in the order of memory, and numbers of elements: of parameters that are alike."""
-    known: set[Any] = set()
-    for number, group in enumerate(optimizer.param_groups):
-        alike: dict[Any, list[int]] = {}
-        for p in group["params"]:
-            order = tuple(range(p.dim()))
-            if not p.is_contiguous():
-                order = tuple(sorted(order, key=lambda d, p=p: -p.stride(d)))
-            alike.setdefault((p.dtype, order), []).append(p.numel())
-        sort = {key: _sort(value) for key, value in group.items()}
-        sort.pop("param_names", None)
-        for (dtype, order), sizes in alike.items():
-            sort["params"] = (dtype, order)
-            name = repr(sorted(sort.items()))
-            if name not in known:
-                known.add(name)
-                yield number, dtype, order, sizes
-
-
-def _tensor(
-    group: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    order: Sequence[int] = (),
-) -> _Tensor:
-    """Random, always the same, from a generator of its own. `order`: its dimensions in the order of memory."""
-    order = order or range(len(shape))
-    source = torch.Generator().manual_seed(math.prod(shape) + group)
-    kind = dtype if dtype.is_complex else torch.float32
-
-    def made(scale: float) -> torch.Tensor:
-        drawn = torch.randn([shape[d] for d in order], generator=source, dtype=kind, device="cpu")
-        return drawn * scale
-
-    def placed(drawn: torch.Tensor) -> torch.Tensor:
-        return drawn.to(dtype).permute([list(order).index(d) for d in range(len(order))]).to(device)
-
-    value, *gradients = (made(scale) for scale in (0.5, 1.0, 0.03, 4.0))
-    if not dtype.is_complex:
-        # Some project only what is across the weight.
-        gradients[0] -= value * (value * gradients[0]).sum() / (value * value).sum()
-    return _Tensor(group, placed(value), tuple(placed(gradient) for gradient in gradients))
-
-
-def _shapes(n: int) -> list[tuple[int, ...]]:
-    return _SHAPES.get(n) or [(*shape, *[2] * (n - 4)) for shape in _SHAPES[4]]
+# ---- where a parameter may be cut ----
 
 
 def _cut(
-    stage: _Stage, writes_itself: bool
+    stage: Stage, writes_itself: bool
 ) -> tuple[Literal["element", "block", "row", "whole"], int]:
     """Where parameters may be cut, found by cutting."""
-    kinds = list(_kinds(stage.optimizer))
-    large = [
-        _tensor(group, _shapes(len(order))[-1], dtype, stage.device)
-        for group, dtype, order, _ in kinds
-        if order
-    ]
-    if _is_cut_equal(stage, writes_itself, large, _CUTS, True):
+    kinds = [kind for kind in kinds_of(stage.optimizer) if kind.order and kind.most > 1]
+
+    def made(kind: Kind, shape: tuple[int, ...]) -> Sample:
+        return sample(kind.group, shape, kind.dtype, stage.device)
+
+    def is_equal(tensors: list[Sample], cuts: Sequence[int], is_flat: bool = True) -> bool:
+        return not tensors or _is_cut_equal(stage, writes_itself, tensors, cuts, is_flat)
+
+    small = [made(kind, kind.rehearsed[0]) for kind in kinds]
+    large = [made(kind, kind.rehearsed[-1]) for kind in kinds]
+    longest = [made(kind, kind.long(min(kind.most, _LONG))) for kind in kinds]
+    if all(is_equal(samples, _CUTS) for samples in (small, large, longest)):
         return "element", 1
-    for block in _BLOCKS:
+    most = max((kind.most for kind in kinds), default=0)
+    for block in (block for block in _BLOCKS if 2 * block <= most):
+        cuts = (block, 2 * block)
         if all(
-            _is_cut_equal(stage, writes_itself, tensors, (block, 2 * block), True)
-            for tensors in _blocked(stage, kinds, block)
+            is_equal([made(k, k.long(n)) for k in kinds for n in _lengths(k, block, least)], cuts)
+            for least in (3 * block, 3 * _BLOCKS[-1], _LONG)
         ):
             return "block", block
+        if stage.outgrows:
+            break  # a step over longer pieces may take minutes
     rows = [tensor for tensor in large if tensor.value.dim() > 1]
-    if rows and _is_cut_equal(stage, writes_itself, rows, (1, 3, 20), False):
+    if rows and is_equal(rows, (1, 3, 20), False):
         return "row", 1
     return "whole", 1
 
 
-def _blocked(stage: _Stage, kinds: list[Any], block: int) -> Iterator[list[_Tensor]]:
-    """Tensors of several blocks, with a rest like those of the optimizer's own.
-
-    They are as short as can be; longer than what any would not quantize; and longer than what one thread steps.
-    """
-    for least in (3 * block, 3 * _BLOCKS[-1], 1 << 17):
-        tensors = []
-        for group, dtype, order, sizes in kinds:
-            rests = {n % block for n in sizes if n >= 2 * block}
-            # The least aligned ones come first: they say most.
-            for rest in {0, *sorted(rests, key=lambda n: (n & -n) or block)[:2]} if order else ():
-                n = least + rest
-                columns = next(c for c in range(96, 0, -1) if n % c == 0) if len(order) > 1 else 1
-                shape = (n // columns, columns, *[1] * (len(order) - 2))[: len(order)]
-                tensors.append(_tensor(group, shape, dtype, stage.device))
-        yield tensors
+def _lengths(kind: Kind, block: int, least: int) -> set[int]:
+    """Of several blocks, with a rest like those of the optimizer's own; none where these have no two blocks."""
+    if kind.most < 2 * block:
+        return set()
+    rests = {n % block for n in map(math.prod, kind.shapes) if n >= 2 * block}
+    # The least aligned ones come first: they say most.
+    some = sorted(rests, key=lambda n: (n & -n) or block)[:2]
+    return {min(least, kind.most // block * block) + rest for rest in (0, *some)}
 
 
 def _is_cut_equal(
-    stage: _Stage,
+    stage: Stage,
     writes_itself: bool,
-    tensors: list[_Tensor],
+    tensors: list[Sample],
     cuts: Sequence[int],
     is_flat: bool,
 ) -> bool:
@@ -396,6 +136,9 @@ def _is_cut_equal(
         return False
     if whole.own.difference(apart.own) is not None:
         return False
+    for piece, each in zip(flat, apart.entries, strict=True):
+        n = sum(tensor.numel() for _, tensor in opaque.leaves(each))
+        stage.outgrows |= n > 32 * max(256, piece.value.numel())  # not a table's 256
     first = 0
     for weight, entry, parts in zip(whole.weights, whole.entries, pieces, strict=True):
         last = first + len(parts)
@@ -441,7 +184,7 @@ def rehearse(optimizer: Optimizer) -> Rehearsed:
     for device in [cpu, *others[:1]]:
         try:
             with _untouched(optimizer, [cpu, *dict.fromkeys(others)]) as is_drawn:
-                return _rehearsed(_Stage(optimizer, device), is_drawn)
+                return _rehearsed(Stage(optimizer, device), is_drawn)
         except GeminiError:
             raise
         except Exception as error:  # its step may raise anything
@@ -452,23 +195,24 @@ def rehearse(optimizer: Optimizer) -> Rehearsed:
     ) from first
 
 
-def _rehearsed(stage: _Stage, is_drawn: Callable[[], str]) -> Rehearsed:
+def _rehearsed(stage: Stage, is_drawn: Callable[[], str]) -> Rehearsed:
     shapes = [
-        (_tensor(group, shape, dtype, stage.device, order), shape)
-        for group, dtype, order, _ in _kinds(stage.optimizer)
-        for shape in _shapes(len(order))
+        (sample(kind.group, shape, kind.dtype, stage.device, kind.order), shape)
+        for kind in kinds_of(stage.optimizer)
+        for shape in kind.rehearsed
     ]
     if not shapes:
         return Rehearsed(False, "whole")
     # Small ones come first: an optimizer that is refused may take long over large ones.
     acts = [
         ([tensor for tensor, shape in shapes if math.prod(shape) < 1000], _STEPS_OF_SMALL),
-        ([tensor for tensor, _ in shapes], _STEPS),
+        ([tensor for tensor, _ in shapes], STEPS),
     ]
     together = []
     for tensors, steps in acts:
         everything = [range(len(tensors))]
-        together.append(stage.first(lambda: stage.play(tensors, everything, steps=steps)))  # noqa: B023
+        call = functools.partial(stage.play, tensors, everything, steps=steps)
+        together.append(stage.first(call))
         drawn = is_drawn()
         if drawn:
             raise GeminiError(
@@ -491,12 +235,12 @@ def _rehearsed(stage: _Stage, is_drawn: Callable[[], str]) -> Rehearsed:
             return Rehearsed(is_restored, *_cut(stage, is_restored))
         first = first or differs
     raise GeminiError(
-        f"{stage.name} does not treat each parameter by itself: stepped apart from others, {first}; {_WAY_OUT}"
+        f"{stage.name} does not treat each parameter by itself: stepped apart from others, {first}; {WAY_OUT}"
     )
 
 
 def _apart(
-    stage: _Stage, tensors: list[_Tensor], together: _Played, is_restored: bool, steps: int
+    stage: Stage, tensors: list[Sample], together: Played, is_restored: bool, steps: int
 ) -> str | None:
     """What differs where tensors are stepped one by one, or in two parts, from what they are together."""
     everything = range(len(tensors))
@@ -506,7 +250,7 @@ def _apart(
             differs = together.difference(apart) or apart.unequal
             if differs is None and is_restored:
                 own = together.own.difference(apart.own)
-                differs = None if own is None else _said(own)
+                differs = None if own is None else said(own)
             if differs is not None:
                 return differs
     except GeminiError:
@@ -630,7 +374,7 @@ def states_like(
         GeminiError: the step fails, or cannot be run with fake tensors and the parameter is larger than 256 MiB.
     """
     name = type(optimizer).__name__
-    stage = _Stage(optimizer, device)
+    stage = Stage(optimizer, device)
 
     def stepped(mode: Any) -> tuple[tuple[opaque.Leaf, ...], Any]:
         whole = stage.copied()
@@ -649,7 +393,7 @@ def states_like(
             entries = [part.state.get(p, {}) for p in parameters]
             common = opaque.shared(entries)
             form = tuple(
-                leaf for leaf in _form(entries[0], parameters[0]) if leaf.path not in common
+                leaf for leaf in form_of(entries[0], parameters[0]) if leaf.path not in common
             )
             found = opaque.leaves(entries[0])
         metas = {
