@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import opaque
+from gemini_strategy.optim import opaque, overrides
 from gemini_strategy.optim.parts import Group, Own, States, difference, reach, run, stand_in
 
 _WAY_OUT = "use an optimizer that does, such as torch.optim.AdamW, or train without manage()"
@@ -77,18 +77,19 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to be stepped: the group that it is in, its first values, and its gradients step by step."""
+    """A tensor to be stepped: the group that it is in, its first values, its gradients step by step, its settings."""
 
     group: int
     value: torch.Tensor
     gradients: tuple[torch.Tensor, ...]
+    settings: overrides.Settings
 
     def pieces(self, cuts: Sequence[int], is_flat: bool) -> list[_Tensor]:
         """Cut in front of these elements or rows."""
         value, *gradients = (t.reshape(-1) if is_flat else t for t in (self.value, *self.gradients))
         edges = [0, *(cut for cut in cuts if cut < len(value)), len(value)]
         return [
-            _Tensor(self.group, value[a:b], tuple(each[a:b] for each in gradients))
+            _Tensor(self.group, value[a:b], tuple(each[a:b] for each in gradients), self.settings)
             for a, b in itertools.pairwise(edges)
         ]
 
@@ -131,8 +132,10 @@ class _Stage:
     def copied(self) -> Optimizer:
         """A copy whose groups have options alone, and learning rates that show in weights; a warm-up's do not."""
         own = Own.of(self.optimizer)
-        made = stand_in(self.optimizer, [{} for _ in own.options], {})
+        made = stand_in(self.optimizer, [{"params": []} for _ in own.options], {})
         own.copied(self.optimizer, made).put(made)
+        if callable(getattr(made, "train", None)):  # schedule-free ones step in that mode alone
+            made.train()
         for group in made.param_groups:
             lr = group.get("lr")
             is_number = isinstance(lr, int | float | torch.Tensor)
@@ -192,6 +195,8 @@ class _Stage:
         """Some steps, each part by part; `is_restored`: as invariant 2 of parts.py says."""
         whole = self.copied()
         parameters = [nn.Parameter(_clone(t.value)) for t in tensors]
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter._gm_settings = tensor.settings  # type: ignore[attr-defined]
         state = self.born(whole, {p: t.group for p, t in zip(parameters, tensors, strict=True)})
         forms: dict[nn.Parameter, list[opaque.Leaf]] = {}
         is_steady, unequal = True, None
@@ -287,24 +292,29 @@ def _sort(value: Any) -> Any:
     return value if isinstance(value, bool | int | str | None) else id(value)
 
 
-def _kinds(optimizer: Optimizer) -> Iterator[tuple[int, torch.dtype, tuple[int, ...], list[int]]]:
-    """Group, dtype, dimensions in the order of memory, and numbers of elements: of parameters that are alike."""
+def _kinds(
+    optimizer: Optimizer,
+) -> Iterator[tuple[int, torch.dtype, tuple[int, ...], list[int], overrides.Settings]]:
+    """Group, dtype, dimensions in the order of memory, numbers of elements, settings: of parameters that are alike."""
     known: set[Any] = set()
+    settings = overrides.settings_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        alike: dict[Any, list[int]] = {}
+        alike: dict[Any, tuple[list[int], overrides.Settings]] = {}
         for p in group["params"]:
             order = tuple(range(p.dim()))
             if not p.is_contiguous():
                 order = tuple(sorted(order, key=lambda d, p=p: -p.stride(d)))
-            alike.setdefault((p.dtype, order), []).append(p.numel())
+            own = settings.get(id(p), {})
+            key = p.dtype, order, repr(sorted(own.items()))
+            alike.setdefault(key, ([], own))[0].append(p.numel())
         sort = {key: _sort(value) for key, value in group.items()}
         sort.pop("param_names", None)
-        for (dtype, order), sizes in alike.items():
-            sort["params"] = (dtype, order)
+        for (dtype, order, of_settings), (sizes, own) in alike.items():
+            sort["params"] = (dtype, order, of_settings)
             name = repr(sorted(sort.items()))
             if name not in known:
                 known.add(name)
-                yield number, dtype, order, sizes
+                yield number, dtype, order, sizes, own
 
 
 def _tensor(
@@ -312,6 +322,7 @@ def _tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    settings: overrides.Settings,
     order: Sequence[int] = (),
 ) -> _Tensor:
     """Random, always the same, from a generator of its own. `order`: its dimensions in the order of memory."""
@@ -330,7 +341,8 @@ def _tensor(
     if not dtype.is_complex:
         # Some project only what is across the weight.
         gradients[0] -= value * (value * gradients[0]).sum() / (value * value).sum()
-    return _Tensor(group, placed(value), tuple(placed(gradient) for gradient in gradients))
+    placed_gradients = tuple(placed(gradient) for gradient in gradients)
+    return _Tensor(group, placed(value), placed_gradients, settings)
 
 
 def _shapes(n: int) -> list[tuple[int, ...]]:
@@ -343,8 +355,8 @@ def _cut(
     """Where parameters may be cut, found by cutting."""
     kinds = list(_kinds(stage.optimizer))
     large = [
-        _tensor(group, _shapes(len(order))[-1], dtype, stage.device)
-        for group, dtype, order, _ in kinds
+        _tensor(group, _shapes(len(order))[-1], dtype, stage.device, own)
+        for group, dtype, order, _, own in kinds
         if order
     ]
     if _is_cut_equal(stage, writes_itself, large, _CUTS, True):
@@ -368,14 +380,14 @@ def _blocked(stage: _Stage, kinds: list[Any], block: int) -> Iterator[list[_Tens
     """
     for least in (3 * block, 3 * _BLOCKS[-1], 1 << 17):
         tensors = []
-        for group, dtype, order, sizes in kinds:
+        for group, dtype, order, sizes, own in kinds:
             rests = {n % block for n in sizes if n >= 2 * block}
             # The least aligned ones come first: they say most.
             for rest in {0, *sorted(rests, key=lambda n: (n & -n) or block)[:2]} if order else ():
                 n = least + rest
                 columns = next(c for c in range(96, 0, -1) if n % c == 0) if len(order) > 1 else 1
                 shape = (n // columns, columns, *[1] * (len(order) - 2))[: len(order)]
-                tensors.append(_tensor(group, shape, dtype, stage.device))
+                tensors.append(_tensor(group, shape, dtype, stage.device, own))
         yield tensors
 
 
@@ -454,8 +466,8 @@ def rehearse(optimizer: Optimizer) -> Rehearsed:
 
 def _rehearsed(stage: _Stage, is_drawn: Callable[[], str]) -> Rehearsed:
     shapes = [
-        (_tensor(group, shape, dtype, stage.device, order), shape)
-        for group, dtype, order, _ in _kinds(stage.optimizer)
+        (_tensor(group, shape, dtype, stage.device, own, order), shape)
+        for group, dtype, order, _, own in _kinds(stage.optimizer)
         for shape in _shapes(len(order))
     ]
     if not shapes:
@@ -541,11 +553,6 @@ def _check_held(optimizer: Optimizer) -> None:
                     "there what stands for them: use an optimizer without, and groups for parameters with settings of "
                     "their own, or train without manage()"
                 )
-            if getattr(each, "index2config", None):  # bitsandbytes' GlobalOptimManager
-                raise GeminiError(
-                    f"{name}.{where} has settings for parameters by their index in groups, which is another when some "
-                    "of them are stepped: give these parameters a group of their own, or train without manage()"
-                )
 
 
 @contextlib.contextmanager
@@ -620,6 +627,7 @@ def states_like(
     stride: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    settings: overrides.Settings,
 ) -> tuple[tuple[opaque.Leaf, ...], Any]:
     """What a chunk will have of a parameter's states after its first step, and the entry, its leaves on meta.
 
@@ -643,7 +651,7 @@ def states_like(
             parameters = [nn.Parameter(tensor) for tensor in made[:2]]
             numbers = dict.fromkeys(parameters, group_index)
             for parameter, gradient in zip(parameters, made[2:], strict=True):
-                parameter.grad = gradient
+                parameter.grad, parameter._gm_settings = gradient, settings  # type: ignore[attr-defined]
             part = stage.part(whole, Own.of(whole), numbers, stage.born(whole, numbers))
             run(part)
             entries = [part.state.get(p, {}) for p in parameters]
