@@ -352,7 +352,11 @@ class OpaqueOptimizer:
         """Invariant 2."""
         if self._end is None:
             self._end = ended
-            ended.put(optimizer)
+            assert self._start is not None
+            if (
+                self._start.difference(ended) is not None
+            ):  # else its tensors would be the groups' own
+                ended.put(optimizer)
             return
         found = self._end.difference(ended)
         if found is not None:
