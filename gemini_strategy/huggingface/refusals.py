@@ -100,9 +100,9 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
         same = optim.removesuffix(_LAYERWISE)
         instead = "optim='adamw_8bit' or optim='adafactor'" if same == optim else f"optim={same!r}"
         raise GeminiError(
-            f"TrainingArguments(optim={optim!r}) updates parameters by hooks of its own inside the backward, which would "
-            f"go past the engine: use {instead}; with max_grad_norm=0 Gemini updates inside the backward, too, and no "
-            "gradient stays"
+            f"TrainingArguments(optim={optim!r}) updates parameters by hooks of its own inside the backward, which "
+            f"would go past the engine: use {instead}; with max_grad_norm=0 Gemini updates inside the backward, "
+            "too, and no gradient stays"
         )
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):

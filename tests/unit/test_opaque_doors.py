@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def batch(number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def manage(model: nn.Module, optimizer: Any, **given: Any) -> gs.Engine:
     return gs.manage(
-        model, optimizer, device="cpu", device_budget="24KB", block_size="4KiB", **given
+        model, optimizer, device="cpu", device_budget="28KB", block_size="4KiB", **given
     )
 
 
@@ -68,40 +69,141 @@ class ScheduleFree(torch.optim.Optimizer):
             group["k"] += 1
 
 
-def trained(
-    make: Callable[[Any], Any], *, is_managed: bool, steps_inside: bool, dtype: torch.dtype
-) -> list[torch.Tensor]:
+class Cast:
+    """A loop without us in which weights are the roundings of fp32 masters, which the optimizer has."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.model = gs.cast_model_(net(), "bf16-mixed")
+        self.masters = [nn.Parameter(p.detach().clone()) for p in net().parameters()]
+        self.optimizer = make(self.masters)
+
+    def step(self) -> None:
+        for p, master in zip(self.model.parameters(), self.masters, strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        self.optimizer.step()
+
+    def round(self) -> None:
+        with torch.no_grad():
+            for p, master in zip(self.model.parameters(), self.masters, strict=True):
+                p.copy_(master)
+
+
+def trained(is_managed: bool, precision: str, steps_inside: bool) -> list[torch.Tensor]:
     """Losses, of training and between, and the weights of both modes."""
-    model = net().to(dtype)
-    optimizer = make(model.parameters())
-    engine = manage(model, optimizer) if is_managed else None
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    cast = Cast(ScheduleFree) if precision == "bf16-mixed" and not is_managed else None
+    model = net() if cast is None else cast.model
+    if precision == "bf16-true":
+        model.to(dtype)
+    optimizer: Any = ScheduleFree(model.parameters()) if cast is None else cast.optimizer
+    engine = manage(model, optimizer, precision=precision) if is_managed else None
     found = []
+
+    def move(name: str) -> None:
+        getattr(optimizer, name)()
+        if cast is not None:
+            cast.round()
+
     for number in range(6):
-        optimizer.train()
-        loss = model(batch(number, dtype)).square().mean()
+        move("train")
+        loss = model(batch(number, dtype)).float().square().mean()
         if engine is not None:
             engine.backward(loss, step=steps_inside)
         else:
             loss.backward()
-        optimizer.step()
+        optimizer.step() if cast is None else cast.step()
         optimizer.zero_grad()
+        if cast is not None:
+            cast.round()
         found.append(loss.detach().clone())
         if number % 2:
-            optimizer.eval()
+            move("eval")
             with torch.no_grad():
-                found.append(model(batch(number, dtype)).sum())
-    found += [p.detach().clone() for p in model.state_dict().values()]
-    optimizer.train()
+                found.append(model(batch(number, dtype)).float().sum())
+    for name in ("eval", "train"):
+        move(name)
+        if engine is not None:
+            found += engine.model_state_dict().values()
+        else:
+            found += [
+                p.detach().clone() for p in (model.parameters() if cast is None else cast.masters)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("steps_inside", [False, True])
+def test_an_optimizer_with_two_modes(steps_inside: bool, precision: str) -> None:
+    one = trained(True, precision, steps_inside)
+    other = trained(False, precision, steps_inside)
+    assert len(one) == len(other)
+    assert all(map(torch.equal, one, other))
+
+
+def settings_of_bitsandbytes(is_managed: bool) -> list[torch.Tensor]:
+    """8 bits for all but one weight, which is registered by its module as a Trainer does it."""
+    model = net()
+    optimizer = bnb.optim.AdamW(model.parameters(), lr=1e-2, optim_bits=8, min_8bit_size=256)
+    optimizer.mng.register_module_override(
+        model[2], "weight", {"optim_bits": 32, "betas": (0.5, 0.5)}
+    )
+    engine = manage(model, optimizer) if is_managed else None
+    for number in range(4):
+        loss = model(batch(number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dtypes = [optimizer.state[p]["state1"].dtype for p in model.parameters()]
+    assert dtypes[0] is torch.uint8
+    assert dtypes[2] is torch.float32
     if engine is not None:
         engine.close()
-    return [*found, *(p.detach().clone() for p in model.parameters())]
+    return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("steps_inside", [False, True])
-def test_an_optimizer_with_two_modes(steps_inside: bool, dtype: torch.dtype) -> None:
-    given: Any = {"steps_inside": steps_inside, "dtype": dtype}
-    one = trained(ScheduleFree, is_managed=True, **given)
-    other = trained(ScheduleFree, is_managed=False, **given)
-    assert all(map(torch.equal, one, other))
-    assert len(one) == len(other)
+def test_settings_of_one_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bnb.optim.GlobalOptimManager, "_instance", None)
+    one = settings_of_bitsandbytes(True)
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    assert len(manager.module_weight_config_triple) == 1
+    assert not manager.index2config
+    monkeypatch.setattr(bnb.optim.GlobalOptimManager, "_instance", None)
+    assert all(map(torch.equal, one, settings_of_bitsandbytes(False)))
+
+
+class Seeded(torch.optim.Optimizer):
+    """Its constructor begins a state, which its first step completes."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                self.state[p]["seed"] = number
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "mean" not in state:
+                    state["mean"] = torch.full_like(p, 0.01 * state.get("seed", 0))
+                state["mean"].lerp_(p.grad, 0.5)
+                p.add_(state["mean"], alpha=-group["lr"])
+
+
+def test_a_state_that_the_constructor_begins() -> None:
+    def run(is_managed: bool) -> list[torch.Tensor]:
+        model = net()
+        optimizer = Seeded(model.parameters())
+        engine = manage(model, optimizer) if is_managed else None
+        first = optimizer.state_dict()["state"]
+        assert list(first.values()) == [{"seed": i} for i in range(6)]
+        for number in range(3):
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if engine is not None:
+            engine.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))
