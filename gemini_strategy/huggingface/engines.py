@@ -61,7 +61,7 @@ class Engines:
             check_model(model)
         if optimizer.__dict__.get("_gm_replaced") and not optimizer.state:
             raise GeminiError(
-                f"this {type(optimizer).__name__} has lost its moments: another one of the same model was prepared "
+                f"this {type(optimizer).__name__} has lost its states: another one of the same model was prepared "
                 "after it had stepped. Prepare a new one (trainer.optimizer = None makes a Trainer do so), or keep its "
                 "state_dict() before and load that into it"
             )
@@ -79,8 +79,11 @@ class Engines:
         others = [model for engine in engines for model in _models(engine) if model not in found]
         for engine in engines:
             if engine.optimizer not in (None, optimizer):
-                states = engine.optimizer.state.values()
-                engine.optimizer._gm_replaced = any("exp_avg" in each for each in states)
+                states = engine.optimizer.state
+                has_stepped = bool(states)
+                if engine._runtime.opaque is None:
+                    has_stepped = any("exp_avg" in each for each in states.values())
+                engine.optimizer._gm_replaced = has_stepped
             close_for_another(engine, with_states=engine.optimizer is optimizer)
         engine = self._manage(models, optimizer, self.precision)
         optimizer.__dict__.pop("_gm_replaced", None)

@@ -9,8 +9,9 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 
-# `optim=` of TrainingArguments whose optimizer is torch.optim.AdamW.
-ADAMS = ("adamw_torch", "adamw_torch_fused")
+# `optim=` of TrainingArguments whose optimizers step inside the backward, each parameter as its gradient comes.
+_IN_BACKWARD = ("lomo", "adalomo")
+_LAYERWISE = "_layerwise"
 
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -95,10 +96,13 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
         GeminiError: an optimizer or a way of training that cannot be honoured.
     """
     optim = str(getattr(args.optim, "value", args.optim))
-    if optim not in ADAMS and not has_optimizer:
+    if not has_optimizer and (optim in _IN_BACKWARD or optim.endswith(_LAYERWISE)):
+        same = optim.removesuffix(_LAYERWISE)
+        instead = "optim='adamw_8bit' or optim='adafactor'" if same == optim else f"optim={same!r}"
         raise GeminiError(
-            f"TrainingArguments(optim={optim!r}) is not supported under Gemini, whose optimizer is AdamW: use "
-            f"{' or '.join(map(repr, ADAMS))}, or give the Trainer one: optimizers=(torch.optim.AdamW(...), None)"
+            f"TrainingArguments(optim={optim!r}) updates parameters by hooks of its own inside the backward, which "
+            f"would go past the engine: use {instead}; with max_grad_norm=0 Gemini updates inside the backward, "
+            "too, and no gradient stays"
         )
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):

@@ -24,7 +24,7 @@ from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
 from gemini_strategy.optim.opaque_states import OpaqueStates
 from gemini_strategy.optim.several import Several, parts_of
-from gemini_strategy.parameters import quantized
+from gemini_strategy.parameters import masters, quantized
 from gemini_strategy.parameters.homes import LOWS, MOMENTS
 from gemini_strategy.parameters.low import note_seen, settled_low
 from gemini_strategy.parameters.slot import Slot
@@ -218,6 +218,25 @@ class _Managed:
         return object.__new__, (_plain_class(self),), self.__getstate__()
 
 
+def _in_mode(name: str) -> Any:
+    """An optimizer's train() or eval(), which may move weights between two means of theirs, as schedule-free ones do.
+
+    It sees what step() sees: masters, where there are some.
+    """
+
+    def call(self: Any) -> Any:
+        engine, act = self._gm_engine, getattr(_plain_class(self), name)
+        slots = [engine.slot_of(p) for group in self.param_groups for p in group["params"]]
+        with masters.shown(engine, [slot for slot in slots if slot.has_low], engine.device):
+            return act(self)
+
+    call.__name__ = name
+    return _until_close(call)
+
+
+_MODES = {name: _in_mode(name) for name in ("train", "eval")}
+
+
 def _plain_class(optimizer: torch.optim.Optimizer) -> type:
     """Of a managed one; the user may have put a class over it or in its place."""
     kinds = type(optimizer).__mro__
@@ -241,8 +260,12 @@ def _check_class(plain: type) -> None:
 @functools.cache
 def _managed_class(plain: type) -> type:
     # The name is the plain one's, and a search for optimizers by module and name finds it once.
-    names = {"__module__": __name__, "__qualname__": f"{_Managed.__qualname__}.{plain.__name__}"}
-    return type(plain.__name__, (_Managed, plain), names)
+    names: dict[str, Any] = {
+        "__module__": __name__,
+        "__qualname__": f"{_Managed.__qualname__}.{plain.__name__}",
+    }
+    modes = {name: mode for name, mode in _MODES.items() if callable(getattr(plain, name, None))}
+    return type(plain.__name__, (_Managed, plain), names | modes)
 
 
 def no_place(slot: Slot) -> str:

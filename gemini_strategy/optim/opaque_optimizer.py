@@ -31,7 +31,7 @@ from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import opaque, parts, rehearsal
+from gemini_strategy.optim import opaque, overrides, parts, rehearsal
 from gemini_strategy.optim.opaque import Leaf, Path, is_kept_in_chunk, leaves, with_leaves
 from gemini_strategy.optim.opaque_states import Copies
 from gemini_strategy.weakly import weak_method
@@ -161,6 +161,7 @@ class OpaqueOptimizer:
         self._group_of = {
             id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
         }
+        self._settings = overrides.settings_of(optimizer)
         self._forms: dict[Slot, _Form] = {}
         self._by_shape: dict[Any, _Form] = {}
         self._stand_ins: dict[Slot, _StandIn] = {}
@@ -187,11 +188,12 @@ class OpaqueOptimizer:
             optimizer = self._optimizer()
             number = self._group_of.get(id(slot.parameter), 0)
             dtype = torch.float32 if slot.has_low else slot.dtype
-            key = number, slot.shape, slot.strides, dtype
+            settings = self._settings.get(id(slot.parameter), {})
+            key = number, slot.shape, slot.strides, dtype, repr(sorted(settings.items()))
             form = self._by_shape.get(key)
             if form is None:
                 found = rehearsal.states_like(
-                    optimizer, number, slot.shape, slot.strides, dtype, slot.device
+                    optimizer, number, slot.shape, slot.strides, dtype, slot.device, settings
                 )
                 form = self._by_shape[key] = _Form.of(*found)
             self._forms[slot] = form
@@ -229,9 +231,13 @@ class OpaqueOptimizer:
         """A number for the values of a group, from 1 on."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        now = {k: v for k, v in optimizer.param_groups[number].items() if k != "params"}
+        skipped = ("params", "param_names")
+        now = {k: v for k, v in optimizer.param_groups[number].items() if k not in skipped}
+        start, end = self._start, self._end
+        if start is not None and end is not None and _are_same(now, end.options[number]):
+            now = start.options[number]  # parts of the step have set theirs
         for index, values in enumerate(self._recipes):
-            if values.keys() == now.keys() and all(_is_same(values[k], now[k]) for k in now):
+            if _are_same(values, now):
                 return index + 1
         self._recipes.append({k: _copied(v) for k, v in now.items()})
         return len(self._recipes)
@@ -255,6 +261,7 @@ class OpaqueOptimizer:
         self._group_of = {
             id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
         }
+        self._settings = overrides.settings_of(optimizer)
         own = parts.Own.of(optimizer)
         options = [{k: _copied(v) for k, v in group.items()} for group in own.options]
         self._start, self._end = parts.Own(own.attributes, options), None
@@ -326,8 +333,10 @@ class OpaqueOptimizer:
             for number in range(len(own.options))
         ]
         for slot in itertools.chain.from_iterable(groups.values()):
+            stepped: Any = self._stand_in(slot).parameter
+            stepped._gm_settings = self._settings.get(id(slot.parameter), {})
             if slot in self._entries:
-                state[self._stand_in(slot).parameter] = self._entries[slot]
+                state[stepped] = self._entries[slot]
         inner.param_groups = [
             {"params": p, **options} for p, options in zip(params, own.options, strict=True)
         ]
@@ -343,7 +352,11 @@ class OpaqueOptimizer:
         """Invariant 2."""
         if self._end is None:
             self._end = ended
-            ended.put(optimizer)
+            assert self._start is not None
+            if (
+                self._start.difference(ended) is not None
+            ):  # else its tensors would be the groups' own
+                ended.put(optimizer)
             return
         found = self._end.difference(ended)
         if found is not None:
@@ -538,6 +551,10 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+def _are_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from gemini_strategy import _torch
+from gemini_strategy.optim import overrides
 
 Group = dict[str, Any]
 States = Mapping[torch.Tensor, Any]
@@ -64,7 +65,7 @@ def run(stepped: Optimizer) -> None:
     for table in tables:
         table.clear()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), overrides.placed(stepped):
             step(stepped)
     finally:
         for table, hooks in zip(tables, kept, strict=True):
@@ -104,7 +105,8 @@ class Own:
         """For `target`, which stands where they had `owner`. What cannot be copied, and large tensors, are shared."""
         memo: dict[int, Any] = {id(owner): target}
         for value in reach([self.attributes, self.options], owner):
-            if isinstance(value, torch.Tensor) and value.numel() > _MOST_COPIED:
+            is_large = isinstance(value, torch.Tensor) and value.numel() > _MOST_COPIED
+            if is_large or overrides.is_manager(value):
                 memo[id(value)] = value
         made = Own({}, [{} for _ in self.options])
         for one, other in zip(
@@ -139,6 +141,8 @@ def reach(value: Any, owner: Optimizer) -> Iterator[Any]:
             continue
         seen[id(value)] = value  # keeps ids apart
         yield value
+        if overrides.is_manager(value):
+            continue
         if isinstance(value, dict):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset | deque):

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import opaque
+from gemini_strategy.optim import opaque, overrides
 from gemini_strategy.optim.parts import Own, difference, reach, run
 from gemini_strategy.optim.stage import (
     STEPS,
@@ -83,7 +83,7 @@ def _cut(
     kinds = [kind for kind in kinds_of(stage.optimizer) if kind.order and kind.most > 1]
 
     def made(kind: Kind, shape: tuple[int, ...]) -> Sample:
-        return sample(kind.group, shape, kind.dtype, stage.device)
+        return sample(kind, shape, stage.device)
 
     def is_equal(tensors: list[Sample], cuts: Sequence[int], is_flat: bool = True) -> bool:
         return not tensors or _is_cut_equal(stage, writes_itself, tensors, cuts, is_flat)
@@ -197,7 +197,7 @@ def rehearse(optimizer: Optimizer) -> Rehearsed:
 
 def _rehearsed(stage: Stage, is_drawn: Callable[[], str]) -> Rehearsed:
     shapes = [
-        (sample(kind.group, shape, kind.dtype, stage.device, kind.order), shape)
+        (sample(kind, shape, stage.device, kind.order), shape)
         for kind in kinds_of(stage.optimizer)
         for shape in kind.rehearsed
     ]
@@ -285,11 +285,6 @@ def _check_held(optimizer: Optimizer) -> None:
                     "there what stands for them: use an optimizer without, and groups for parameters with settings of "
                     "their own, or train without manage()"
                 )
-            if getattr(each, "index2config", None):  # bitsandbytes' GlobalOptimManager
-                raise GeminiError(
-                    f"{name}.{where} has settings for parameters by their index in groups, which is another when some "
-                    "of them are stepped: give these parameters a group of their own, or train without manage()"
-                )
 
 
 @contextlib.contextmanager
@@ -364,6 +359,7 @@ def states_like(
     stride: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
+    settings: overrides.Settings | None = None,
 ) -> tuple[tuple[opaque.Leaf, ...], Any]:
     """What a chunk will have of a parameter's states after its first step, and the entry, its leaves on meta.
 
@@ -387,7 +383,7 @@ def states_like(
             parameters = [nn.Parameter(tensor) for tensor in made[:2]]
             numbers = dict.fromkeys(parameters, group_index)
             for parameter, gradient in zip(parameters, made[2:], strict=True):
-                parameter.grad = gradient
+                parameter.grad, parameter._gm_settings = gradient, settings or {}  # type: ignore[attr-defined]
             part = stage.part(whole, Own.of(whole), numbers, stage.born(whole, numbers))
             run(part)
             entries = [part.state.get(p, {}) for p in parameters]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import opaque
+from gemini_strategy.optim import opaque, overrides
 from gemini_strategy.optim.parts import Group, Own, States, difference, run, stand_in
 
 WAY_OUT = "use an optimizer that does, such as torch.optim.AdamW, or train without manage()"
@@ -34,18 +34,19 @@ _SHAPES: dict[int, list[tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A tensor to be stepped: the group that it is in, its first values, and its gradients step by step."""
+    """A tensor to be stepped: its group, its first values, its gradients step by step, its settings."""
 
     group: int
     value: torch.Tensor
     gradients: tuple[torch.Tensor, ...]
+    settings: overrides.Settings
 
     def pieces(self, cuts: Sequence[int], is_flat: bool) -> list[Sample]:
         """Cut in front of these elements or rows."""
         value, *gradients = (t.reshape(-1) if is_flat else t for t in (self.value, *self.gradients))
         edges = [0, *(cut for cut in cuts if cut < len(value)), len(value)]
         return [
-            Sample(self.group, value[a:b], tuple(each[a:b] for each in gradients))
+            Sample(self.group, value[a:b], tuple(each[a:b] for each in gradients), self.settings)
             for a, b in itertools.pairwise(edges)
         ]
 
@@ -89,8 +90,10 @@ class Stage:
     def copied(self) -> Optimizer:
         """A copy whose groups have options alone, and learning rates that show in weights; a warm-up's do not."""
         own = Own.of(self.optimizer)
-        made = stand_in(self.optimizer, [{} for _ in own.options], {})
+        made = stand_in(self.optimizer, [{"params": []} for _ in own.options], {})
         own.copied(self.optimizer, made).put(made)
+        if callable(getattr(made, "train", None)):  # schedule-free ones step in that mode alone
+            made.train()
         for group in made.param_groups:
             lr: Any = group.get("lr")
             if isinstance(lr, int | float | torch.Tensor) and 0 <= float(lr) < _LEAST_LR:
@@ -148,6 +151,8 @@ class Stage:
         """Some steps, each part by part; `is_restored`: as invariant 2 of parts.py says."""
         whole = self.copied()
         parameters = [nn.Parameter(_clone(t.value)) for t in tensors]
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter._gm_settings = tensor.settings  # type: ignore[attr-defined]
         state = self.born(whole, {p: t.group for p, t in zip(parameters, tensors, strict=True)})
         forms: dict[nn.Parameter, list[opaque.Leaf]] = {}
         is_steady, unequal = True, None
@@ -242,11 +247,12 @@ def _sort(value: Any) -> Any:
 
 @dataclass
 class Kind:
-    """Parameters that are alike: the first group of theirs, and dimensions in the order of memory."""
+    """Parameters that are alike: the first group of theirs, dimensions in the order of memory, and settings."""
 
     group: int
     dtype: torch.dtype
     order: tuple[int, ...]
+    settings: overrides.Settings
     shapes: list[tuple[int, ...]]
 
     @property
@@ -270,32 +276,33 @@ class Kind:
 
 def kinds_of(optimizer: Optimizer) -> list[Kind]:
     kinds: dict[str, Kind] = {}
+    settings = overrides.settings_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         sort = {k: _sort(v) for k, v in group.items() if k not in ("params", "param_names")}
         for p in group["params"]:
             order = tuple(range(p.dim()))
             if not p.is_contiguous():
                 order = tuple(sorted(order, key=p.stride().__getitem__, reverse=True))
-            name = repr((sorted(sort.items()), p.dtype, order))
-            kind = kinds.setdefault(name, Kind(number, p.dtype, order, []))
+            own = settings.get(id(p), {})
+            name = repr((sorted(sort.items()), p.dtype, order, sorted(own.items())))
+            kind = kinds.setdefault(name, Kind(number, p.dtype, order, own, []))
             kind.shapes.append(tuple(p.shape))
     return list(kinds.values())
 
 
 def sample(
-    group: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    order: Sequence[int] = (),
+    kind: Kind, shape: Sequence[int], device: torch.device, order: Sequence[int] = ()
 ) -> Sample:
     """Random, always the same, from a generator of its own. `order`: its dimensions in the order of memory."""
     order = order or range(len(shape))
-    source = torch.Generator().manual_seed(math.prod(shape) + group)
-    kind = dtype if dtype.is_complex else torch.float32
+    source = torch.Generator().manual_seed(math.prod(shape) + kind.group)
+    dtype = kind.dtype
+    drawn_dtype = dtype if dtype.is_complex else torch.float32
 
     def made(scale: float) -> torch.Tensor:
-        drawn = torch.randn([shape[d] for d in order], generator=source, dtype=kind, device="cpu")
+        drawn = torch.randn(
+            [shape[d] for d in order], generator=source, dtype=drawn_dtype, device="cpu"
+        )
         return drawn * scale
 
     def placed(drawn: torch.Tensor) -> torch.Tensor:
@@ -305,4 +312,5 @@ def sample(
     if not dtype.is_complex:
         # Some project only what is across the weight.
         gradients[0] -= value * (value * gradients[0]).sum() / (value * value).sum()
-    return Sample(group, placed(value), tuple(placed(gradient) for gradient in gradients))
+    placed_gradients = tuple(placed(gradient) for gradient in gradients)
+    return Sample(kind.group, placed(value), placed_gradients, kind.settings)

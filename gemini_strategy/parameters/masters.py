@@ -1,4 +1,4 @@
-"""Masters in the place of weights: each parameter's data is its fp32 master, on the host, for as long as that is asked.
+"""Masters in the place of weights: each parameter's data is its fp32 master for as long as that is asked, on the host.
 
 Invariants
     1. A master is absent, too (absent.py): an operation reads those of its own arguments and no others, and what it
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 class _Master(SlotHome):
     """The master; of what has none the weight, in the dtype that it came in. What `open` gives is a copy."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, device: torch.device) -> None:
         super().__init__(slot, "weight")
+        self._device = device
 
     def open(self, is_written: bool) -> torch.Tensor:
         if self.slot.engine.closed:
             raise GeminiError(f"{self.name}: its engine is closed; this tensor went with it")
-        return self.slot.read_master().to(_dtype(self.slot))
+        return self.slot.read_master().to(self._device, _dtype(self.slot))
 
     def write(self, values: torch.Tensor) -> None:
         self.slot.write_master(values)
@@ -43,8 +44,10 @@ class _Master(SlotHome):
 
 
 @contextlib.contextmanager
-def shown(engine: Runtime, only: Iterable[Slot] | None = None) -> Iterator[None]:
-    """See Engine.masters; only: those of these slots."""
+def shown(
+    engine: Runtime, only: Iterable[Slot] | None = None, device: torch.device | None = None
+) -> Iterator[None]:
+    """See Engine.masters; only: those of these slots; device: where they are for once, if that is not the host."""
     slots = list(engine.slots if only is None else only)
     slots = [slot for slot in slots if not slot.is_raw]  # bytes have no masters
     entered = [slot.name for slot in slots if slot.open_count]
@@ -53,10 +56,14 @@ def shown(engine: Runtime, only: Iterable[Slot] | None = None) -> Iterator[None]
             f"{entered[0]}: engine.masters() inside a forward: call it between passes"
         )
     before = {slot: slot.absent for slot in slots}
+    kept = engine.masters
+    if device is not None:
+        engine.masters = {}
+    device = device or torch.device("cpu")
     for slot in slots:
         if slot not in engine.masters:
-            geometry = slot.shape, slot.strides, _dtype(slot), torch.device("cpu")
-            engine.masters[slot] = absent.tensor(_Master(slot), *geometry, is_gated=True)
+            geometry = slot.shape, slot.strides, _dtype(slot), device
+            engine.masters[slot] = absent.tensor(_Master(slot, device), *geometry, is_gated=True)
         _show(slot, engine.masters[slot])
     try:
         yield
@@ -64,6 +71,7 @@ def shown(engine: Runtime, only: Iterable[Slot] | None = None) -> Iterator[None]
         for slot in slots if not engine.closed else ():
             if slot.shows_master:  # else it was assigned inside
                 _show(slot, before[slot])
+        engine.masters = kept
 
 
 def _dtype(slot: Slot) -> torch.dtype:

@@ -172,8 +172,10 @@ def test_reward(tmp_path: Path) -> None:
     both(RewardTrainer, RewardConfig, tmp_path, data, model=model)
 
 
-def test_an_optimizer_that_is_not_adam_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_an_optimizer_that_goes_past_the_engine_is_refused_before_a_model_is_loaded(
+    tmp_path: Path,
+) -> None:
     mine = type("Mine", (GeminiTrainerMixin, SFTTrainer), {})
-    args = SFTConfig(**options(tmp_path, optim="sgd"))
-    with pytest.raises(gs.GeminiError, match=r"optim='sgd'.*adamw_torch"):
+    args = SFTConfig(**options(tmp_path, optim="lomo"))
+    with pytest.raises(gs.GeminiError, match=r"optim='lomo'.*adafactor"):
         mine("no-such-model", args=args)

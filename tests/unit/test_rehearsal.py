@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from transformers.optimization import Adafactor
 
 from gemini_strategy import GeminiError
-from gemini_strategy.optim import opaque
+from gemini_strategy.optim import opaque, overrides
 from gemini_strategy.optim.parts import Own, run, stand_in
 from gemini_strategy.optim.rehearsal import Rehearsed, rehearse, states_like
 
@@ -418,19 +418,21 @@ def test_a_warm_up_that_begins_at_zero_hides_nothing() -> None:
             rehearse(Trust(parameters(dtype=torch.bfloat16), lr))
 
 
-def test_settings_by_index_are_refused() -> None:
+def test_settings_go_with_their_parameter() -> None:
     given = parameters()
     manager = bnb.optim.GlobalOptimManager.get_instance()
     kept = dict(manager.pid2config), dict(manager.index2config)
     try:
-        manager.override_config(given[2], "optim_bits", 32)
-        with pytest.raises(GeminiError, match="AdamW8bit.mng holds parameters, or their id"):
-            rehearse(bnb.optim.AdamW8bit(given))
         manager.register_parameters(given)
-        with pytest.raises(
-            GeminiError, match="AdamW8bit.mng has settings for parameters by their index"
-        ):
-            rehearse(bnb.optim.AdamW8bit(parameters()))
+        manager.override_config(given[2], "optim_bits", 32)
+        optimizer = bnb.optim.AdamW8bit(given)
+        rehearse(optimizer)
+        own = overrides.settings_of(optimizer)
+        assert own == {id(given[2]): {"optim_bits": 32}}
+        where = 0, (128, 96), (96, 1), torch.float32, CPU
+        for settings, dtype in (({}, torch.uint8), (own[id(given[2])], torch.float32)):
+            found, _ = states_like(optimizer, *where, settings)
+            assert {leaf.path: leaf.dtype for leaf in found}["state1",] is dtype
     finally:
         manager.pid2config, manager.index2config = kept
 
