@@ -175,9 +175,9 @@ class Read:
         """Leaves that go into the chunk."""
         for leaf, at in self._form.places:
             text, key = opaque.text(leaf.path), self._names.get(leaf.path)
-            if key is None:
-                continue  # it is made later
-            if key in self._tensors:
+            if key is None and not self._names:
+                continue  # before a first step
+            if key is None or key in self._tensors:
                 raise GeminiError(f"{text} is no tensor of its own there")
             stored = self._manifest.tensors[key]
             if (stored.dtype, stored.shape) != (leaf.dtype, leaf.shape):

@@ -671,4 +671,4 @@ def _check_entries(engine: Runtime, entries: Mapping[Any, Any]) -> None:
     for parameter, entry in entries.items():
         slot = engine.slot_of_states(parameter)
         if slot is not None:
-            engine.opaque.check(slot, entry)
+            engine.opaque.check(slot, entry, is_whole=True)

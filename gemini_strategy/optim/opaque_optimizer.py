@@ -543,8 +543,8 @@ class OpaqueOptimizer:
         del self._entries[slot]
         self._note(slot)
 
-    def check(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        """Refuses what cannot be an entry of this parameter.
+    def check(self, slot: Slot, entry: Mapping[Any, Any], is_whole: bool = False) -> None:
+        """Refuses what cannot be an entry of this parameter; `is_whole`: or what a step has not left.
 
         Raises:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
@@ -561,6 +561,12 @@ class OpaqueOptimizer:
             elif path not in shared and tensor.numel() > 1:
                 kept[path] = tensor
         self._check(slot, kept)
+        missing = sorted(opaque.text(path) for path in places.keys() - kept.keys())
+        if is_whole and entry and missing:
+            raise GeminiError(
+                f"{slot.name}: its state lacks {' and '.join(missing)}, which {self.kind.__name__} makes with the options "
+                f"of now, and has {', '.join(map(str, entry))}: it is of another optimizer, or was made with other options"
+            )
 
     def sent(
         self,

@@ -85,6 +85,7 @@ class _Watched:
     path: Path
     tensor: weakref.ref[torch.Tensor]
     version: int
+    fresh: torch.Tensor | None  # alive until it has been looked at
     is_past: bool = False
 
 
@@ -100,31 +101,30 @@ class Copies:
     def watch(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
         """A program gets tensors of a state dict: see _Watched."""
         for path, tensor in leaves(entry):
-            self._watched.append(_Watched(slot, path, weakref.ref(tensor), tensor._version))
+            known = slot, path, weakref.ref(tensor), tensor._version
+            self._watched.append(_Watched(*known, fresh=tensor))
 
     def _take_watched(self) -> None:
         written: dict[Slot, dict[Path, torch.Tensor]] = {}
         for each in self._watched:
-            tensor = each.tensor()
-            if tensor is not None and tensor._version != each.version:
-                each.version = tensor._version
-                if each.is_past:
-                    raise GeminiError(
-                        f"{each.slot.name}: its state {text(each.path)} was written in a state dict that was made "
-                        "before that state was used again, and the write would be lost: make optimizer.state_dict() anew, or "
-                        "write to optimizer.state[p]"
-                    )
-                written.setdefault(each.slot, {})[each.path] = tensor
+            tensor, each.fresh = each.tensor(), None
+            if tensor is None or tensor._version == each.version:
+                continue
+            each.version = tensor._version
+            if each.is_past:
+                raise GeminiError(
+                    f"{each.slot.name}: its state {text(each.path)} was written in a state dict that was made before "
+                    "that state was used again, and the write would be lost: make optimizer.state_dict() anew, or "
+                    "write to optimizer.state[p]"
+                )
+            written.setdefault(each.slot, {})[each.path] = tensor
+        for each in self._watched:
             each.is_past = True
         self._watched = [each for each in self._watched if each.tensor() is not None]
         owner = self._owner()
         for slot, tensors in written.items() if owner is not None else ():
             own = owner.entry(slot) or {}
-            rest = {
-                p: t.to(was.device, copy=True)
-                for p, was in leaves(own)
-                if (t := tensors.get(p)) is not None
-            }
+            rest = {path: tensors[path].to(t.device) for path, t in leaves(own) if path in tensors}
             owner.store(slot, with_leaves(own, {**owner.kept(slot), **rest}))
 
     def show(self, slot: Slot) -> dict[Any, Any]:

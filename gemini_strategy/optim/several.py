@@ -159,8 +159,8 @@ class OpaqueSeveral:
     def drop(self, slot: Slot) -> None:
         self.owner(slot).drop(slot)
 
-    def check(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        self.owner(slot).check(slot, entry)
+    def check(self, slot: Slot, entry: Mapping[Any, Any], is_whole: bool = False) -> None:
+        self.owner(slot).check(slot, entry, is_whole)
 
     def show(self, slot: Slot) -> dict[Any, Any]:
         return self.owner(slot).show(slot)
