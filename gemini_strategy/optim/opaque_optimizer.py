@@ -564,8 +564,8 @@ class OpaqueOptimizer:
         missing = sorted(opaque.text(path) for path in places.keys() - kept.keys())
         if is_whole and entry and missing:
             raise GeminiError(
-                f"{slot.name}: its state lacks {' and '.join(missing)}, which {self.kind.__name__} makes with the options "
-                f"of now, and has {', '.join(map(str, entry))}: it is of another optimizer, or was made with other options"
+                f"{slot.name}: its state has {', '.join(map(str, entry))} and lacks {' and '.join(missing)}, which "
+                f"{self.kind.__name__} makes with the options of now: it is of another optimizer, or of other options"
             )
 
     def sent(
