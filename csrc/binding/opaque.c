@@ -60,16 +60,17 @@ static PyObject *core_opaque_place(core *self, PyObject *const *args, Py_ssize_t
                          (unsigned long long)at.grad, (unsigned long long)at.states);
 }
 
-GM_PY_CALL_STATUS(states_read, 2,
-                  gm_engine_states_read(engine, (uint32_t)v[0], (void *)(uintptr_t)v[1]))
-GM_PY_CALL_STATUS(states_write, 3,
-                  gm_engine_states_write(engine, (uint32_t)v[0], (const void *)(uintptr_t)v[1],
-                                         v[2]))
+GM_PY_CALL_STATUS(states_read, 4,
+                  gm_engine_states_read(engine, (uint32_t)v[0], v[1], v[2],
+                                        (void *)(uintptr_t)v[3]))
+GM_PY_CALL_STATUS(states_write, 5,
+                  gm_engine_states_write(engine, (uint32_t)v[0], v[1], v[2],
+                                         (const void *)(uintptr_t)v[3], v[4]))
 
 PyMethodDef gm_py_opaque_methods[] = {
     GM_CORE_METHOD(opaque_place, FASTCALL,
                    "(param) -> addresses of its weight, low part, gradient and states"),
-    GM_CORE_METHOD(states_read, FASTCALL, "(param, host_address)"),
-    GM_CORE_METHOD(states_write, FASTCALL, "(param, host_address, stream)"),
+    GM_CORE_METHOD(states_read, FASTCALL, "(param, first, n, host_address), in bytes"),
+    GM_CORE_METHOD(states_write, FASTCALL, "(param, first, n, host_address, stream), in bytes"),
     {NULL, NULL, 0, NULL},
 };

@@ -32,6 +32,9 @@ static PyObject *numbers_of(gm_saving_use use)
 GM_PY_CALL_OUT(save_read, 5, bool, PyBool_FromLong,
                gm_engine_save_read(engine, (uint32_t)v[0], (gm_field)v[1], v[2], v[3],
                                    (void *)(uintptr_t)v[4], &out))
+GM_PY_CALL_OUT(save_states, 4, bool, PyBool_FromLong,
+               gm_engine_save_states(engine, (uint32_t)v[0], v[1], v[2], (void *)(uintptr_t)v[3],
+                                     &out))
 GM_PY_CALL(save_next, 0, uint32_t, number_of, gm_engine_save_next(engine))
 GM_PY_CALL_STATUS(save_done, 1, gm_engine_save_done(engine, (uint32_t)v[0]))
 GM_PY_CALL_OUT(save_end, 0, gm_saving_use, numbers_of, gm_engine_save_end(engine, &out))
@@ -39,6 +42,7 @@ GM_PY_CALL_OUT(save_end, 0, gm_saving_use, numbers_of, gm_engine_save_end(engine
 PyMethodDef gm_py_save_methods[] = {
     GM_CORE_METHOD(save_begin, VARARGS, "(params, limit)"),
     GM_CORE_METHOD(save_read, FASTCALL, "(param, field, first, n, host_address) -> bool"),
+    GM_CORE_METHOD(save_states, FASTCALL, "(param, first, n, host_address) -> bool; in bytes"),
     GM_CORE_METHOD(save_next, FASTCALL, "() -> a chunk that comes first, or -1"),
     GM_CORE_METHOD(save_done, FASTCALL, "(chunk)"),
     GM_CORE_METHOD(save_end, FASTCALL,

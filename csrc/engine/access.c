@@ -195,11 +195,9 @@ gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
 
 /* ---- opaque states ---- */
 
-static gm_status begin_states(gm_engine *engine, uint32_t id)
+static gm_status begin_states(gm_engine *engine, uint32_t id, uint64_t first, uint64_t n)
 {
-    GM_TRY(gm_engine_check_param(engine, id));
-    GM_FAIL_IF(!gm_is_opaque(engine), GM_ERR_STATE, "%s has no opaque states",
-               gm_engine_name(engine, id));
+    GM_TRY(gm_opaque_check_states(engine, id, first, n));
     GM_TRY(gm_call_begin(engine));
     uint32_t chunk = engine->params[id].place.chunk;
     gm_status status = gm_update_check_between(engine, chunk);
@@ -207,18 +205,20 @@ static gm_status begin_states(gm_engine *engine, uint32_t id)
     return status == GM_OK ? GM_OK : gm_call_end(engine, status);
 }
 
-gm_status gm_engine_states_read(gm_engine *engine, uint32_t id, void *dst)
+gm_status gm_engine_states_read(gm_engine *engine, uint32_t id, uint64_t first, uint64_t n,
+                                void *dst)
 {
-    GM_TRY(begin_states(engine, id));
+    GM_TRY(begin_states(engine, id, first, n));
     const gm_param *p = &engine->params[id];
     return gm_call_end(engine, gm_chunks_read(engine->chunks, p->place.chunk, GM_STATE,
-                                              p->state_offset, p->spec.state_bytes, dst, NULL));
+                                              p->state_offset + first, n, dst, NULL));
 }
 
-gm_status gm_engine_states_write(gm_engine *engine, uint32_t id, const void *src, gm_stream stream)
+gm_status gm_engine_states_write(gm_engine *engine, uint32_t id, uint64_t first, uint64_t n,
+                                 const void *src, gm_stream stream)
 {
-    GM_TRY(begin_states(engine, id));
+    GM_TRY(begin_states(engine, id, first, n));
     const gm_param *p = &engine->params[id];
     return gm_call_end(engine, gm_chunks_write(engine->chunks, p->place.chunk, GM_STATE,
-                                               p->state_offset, p->spec.state_bytes, src, stream));
+                                               p->state_offset + first, n, src, stream));
 }

@@ -119,10 +119,11 @@ typedef struct gm_opaque_place {
     uintptr_t weight, low, grad, states;
 } gm_opaque_place;
 void gm_engine_opaque_place(const gm_engine *engine, uint32_t param, gm_opaque_place *out);
-/* The states of one parameter as they are, state_bytes of them; the host waits. */
-gm_status gm_engine_states_read(gm_engine *engine, uint32_t param, void *dst);
-gm_status gm_engine_states_write(gm_engine *engine, uint32_t param, const void *src,
-                                 gm_stream stream);
+/* Bytes [first, first + n) of the state_bytes that one parameter has; the host waits. */
+gm_status gm_engine_states_read(gm_engine *engine, uint32_t param, uint64_t first, uint64_t n,
+                                void *dst);
+gm_status gm_engine_states_write(gm_engine *engine, uint32_t param, uint64_t first, uint64_t n,
+                                 const void *src, gm_stream stream);
 /* The elements of a parameter that are in this rank's shard: [*first, *first + *n). */
 gm_status gm_engine_part(const gm_engine *engine, uint32_t param, uint64_t *first, uint64_t *n);
 /* Bytes of blocks that a chunk takes, beside those of chunks that stay, for the floor of the
@@ -228,7 +229,8 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t param, gm_field field, uint
  * of `params` as they are at the begin, after the updates that wait.  A chunk that changes before
  * it has been written is copied first.  Copies take at most `limit` bytes, or one chunk's; then a
  * thread that is to change a chunk waits for the writer. read: as gm_engine_read, of elements of
- * this rank's part; *out false: nothing was read, save_next's chunk comes first. next: a chunk that
+ * this rank's part; states: as gm_engine_states_read. *out false: nothing was read, save_next's
+ * chunk comes first. next: a chunk that
  * has a copy, or UINT32_MAX.  done: all of the chunk has been read.  end: always, also after an
  * error. An error of read, done and end says why the checkpoint is of no use; training is not
  * concerned. */
@@ -240,6 +242,8 @@ typedef struct gm_saving_use {
 gm_status gm_engine_save_begin(gm_engine *engine, const uint32_t *params, uint32_t n, size_t limit);
 gm_status gm_engine_save_read(gm_engine *engine, uint32_t param, gm_field field, uint64_t first,
                               uint64_t n, void *dst, bool *out);
+gm_status gm_engine_save_states(gm_engine *engine, uint32_t param, uint64_t first, uint64_t n,
+                                void *dst, bool *out);
 uint32_t gm_engine_save_next(gm_engine *engine);
 gm_status gm_engine_save_done(gm_engine *engine, uint32_t chunk);
 gm_status gm_engine_save_end(gm_engine *engine, gm_saving_use *out);

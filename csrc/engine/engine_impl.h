@@ -740,6 +740,8 @@ static inline bool gm_is_opaque(const gm_engine *engine)
     return engine->opaque.caller.run != NULL;
 }
 gm_status gm_opaque_check_call(const gm_engine *engine); /* no update runs */
+/* The parameter has these bytes of states. */
+gm_status gm_opaque_check_states(const gm_engine *engine, uint32_t id, uint64_t first, uint64_t n);
 /* Without leaving the plan: *out is whether the chunk has all on the device, or will. */
 gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out);
 gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *task);

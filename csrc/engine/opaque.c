@@ -66,6 +66,17 @@ gm_status gm_opaque_check_call(const gm_engine *engine)
     return GM_OK;
 }
 
+gm_status gm_opaque_check_states(const gm_engine *engine, uint32_t id, uint64_t first, uint64_t n)
+{
+    GM_TRY(gm_engine_check_param(engine, id));
+    uint64_t bytes = gm_is_opaque(engine) ? engine->params[id].spec.state_bytes : 0;
+    GM_FAIL_IF(first > bytes || n > bytes - first, GM_ERR_ARG,
+               "bytes %llu to %llu of the states of %s, which has %llu of them",
+               (unsigned long long)first, (unsigned long long)(first + n),
+               gm_engine_name(engine, id), (unsigned long long)bytes);
+    return GM_OK;
+}
+
 gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out)
 {
     *out = true;

@@ -59,15 +59,15 @@ static void read_copy(const gm_engine *engine, const gm_param *p, gm_field field
                   n, NULL);
 }
 
-static gm_status read_locked(gm_engine *engine, const gm_param *p, gm_field field, uint64_t first,
-                             uint64_t n, void *dst)
+/* What the chunk has may be read, under the engine's lock. */
+static gm_status begin_locked(gm_engine *engine, uint32_t chunk)
 {
     GM_FAIL_IF(engine->dead != GM_OK, engine->dead, "the engine was closed by an error: %s",
                engine->dead_text);
     GM_FAIL_IF(atomic_load(&engine->update.async_status) != GM_OK, GM_ERR_STATE,
                "an update on the host failed");
-    gm_saving_note_read(engine, p->place.chunk);
-    return gm_field_read(engine, p, field, first, n, dst);
+    gm_saving_note_read(engine, chunk);
+    return GM_OK;
 }
 
 gm_status gm_engine_save_read(gm_engine *engine, uint32_t id, gm_field field, uint64_t first,
@@ -92,7 +92,35 @@ gm_status gm_engine_save_read(gm_engine *engine, uint32_t id, gm_field field, ui
     if (way == GM_SAVING_COPIED) { /* which only this thread drops */
         read_copy(engine, p, field, first, n, weights, states, dst);
     } else if (way == GM_SAVING_LOCKED) {
-        status = read_locked(engine, p, field, first, n, dst);
+        status = begin_locked(engine, p->place.chunk);
+        status = status == GM_OK ? gm_field_read(engine, p, field, first, n, dst) : status;
+        gm_engine_unlock(engine);
+    }
+    *out = status == GM_OK && way != GM_SAVING_OTHERS_FIRST;
+    return status;
+}
+
+gm_status gm_engine_save_states(gm_engine *engine, uint32_t id, uint64_t first, uint64_t n,
+                                void *dst, bool *out)
+{
+    *out = n == 0;
+    GM_TRY(gm_opaque_check_states(engine, id, first, n));
+    if (n == 0) {
+        return GM_OK;
+    }
+    const gm_param *p = &engine->params[id];
+    uint32_t chunk = p->place.chunk;
+    gm_saving_way way;
+    const uint8_t *weights, *states;
+    GM_TRY(gm_saving_reach(engine, chunk, &way, &weights, &states));
+    gm_status status = GM_OK;
+    size_t at = p->state_offset + first;
+    if (way == GM_SAVING_COPIED) {
+        memcpy(dst, states + at, n);
+    } else if (way == GM_SAVING_LOCKED) {
+        status = begin_locked(engine, chunk);
+        status = status == GM_OK ? gm_chunks_read(engine->chunks, chunk, GM_STATE, at, n, dst, NULL)
+                                 : status;
         gm_engine_unlock(engine);
     }
     *out = status == GM_OK && way != GM_SAVING_OTHERS_FIRST;

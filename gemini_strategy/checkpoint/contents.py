@@ -16,7 +16,7 @@ from torch import nn
 
 from gemini_strategy import _C
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.parameters import quantized
+from gemini_strategy.parameters import order, quantized
 from gemini_strategy.parameters.homes import MOMENTS
 from gemini_strategy.parameters.slot import Slot
 
@@ -48,14 +48,38 @@ class Field:
         return self.slot.dtype if is_weight else torch.float32
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.slot.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of its elements, dense, whatever their order."""
+        return self.slot.strides
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Its dimensions, the slowest first, as its elements lie in memory."""
+        if order.is_same(self.shape, self.strides, order.row_major(self.shape)):
+            return tuple(range(len(self.shape)))
+        return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.strides[d], d)))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def part(self) -> tuple[int, int]:
+        """(first, n): the elements that this rank has."""
+        return self.slot.part()
+
+    @property
     def n_bytes(self) -> int:
         """Of all ranks' parts together."""
-        return math.prod(self.slot.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     @property
     def part_bytes(self) -> int:
         """Of this rank's part."""
-        return self.slot.part()[1] * self.dtype.itemsize
+        return self.part()[1] * self.dtype.itemsize
 
     def read(self, first: int, n: int) -> torch.Tensor:
         """The n elements from `first` on, which this rank has: flat, on the CPU, in the order of memory."""
@@ -153,10 +177,10 @@ class Model:
         self.aliases = {alias: name for alias, name in self.aliases.items() if alias not in gone}
 
     def fields(self, runtime: Runtime, with_optimizer: bool) -> Iterator[Field]:
-        """Weights, and the moments of what has been updated."""
+        """Weights, and the moments of Adam of what has been updated."""
         for name, slot in self.slots.items():
             yield Field(("model", name), slot, "master")
-        for slot in runtime.slots if with_optimizer else ():
+        for slot in runtime.slots if with_optimizer and runtime.opaque is None else ():
             for key in MOMENTS if slot.has_state else ():
                 yield moment(slot, key)
 
@@ -164,13 +188,6 @@ class Model:
 def moment(slot: Slot, key: str) -> Field:
     """One of MOMENTS."""
     return Field(("optimizer_0", "state", slot.name, key), slot, key)
-
-
-def memory_order(slot: Slot) -> tuple[int, ...]:
-    """The dimensions of a parameter, the slowest first, as its elements lie in memory."""
-    if slot.is_row_major:
-        return tuple(range(len(slot.shape)))
-    return tuple(sorted(range(len(slot.shape)), key=lambda d: (-slot.strides[d], d)))
 
 
 def _checked(name: str, buffer: torch.Tensor) -> torch.Tensor:

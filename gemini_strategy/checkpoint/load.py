@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini_strategy.checkpoint.contents import Field, Model, memory_order, moment
+from gemini_strategy.checkpoint import entries
+from gemini_strategy.checkpoint.contents import Field, Model, moment
 from gemini_strategy.checkpoint.folder import find
 from gemini_strategy.checkpoint.manifest import Manifest, Stored
 from gemini_strategy.checkpoint.plain import decode
@@ -27,6 +28,7 @@ from gemini_strategy.checkpoint.threads import Threads
 from gemini_strategy.checkpoint.together import together
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.managed import check_options
+from gemini_strategy.optim.several import parts_of
 from gemini_strategy.parameters import order as orders
 from gemini_strategy.parameters.homes import MOMENTS
 from gemini_strategy.parameters.slot import Slot
@@ -87,6 +89,10 @@ class _Loading:
             self._groups = self._decoded(optimizer.get("groups"), 0)
             self._states = self._decoded(optimizer.get("others"), 0)
             self._steps: dict[str, int] = {}  # of the moments that the engine takes
+            # Of an optimizer that steps by itself.
+            self._entries: dict[Slot, dict[Any, Any]] = {}
+            self._fields: list[tuple[Field, Stored]] = []
+            self._own: list[dict[str, Any]] = []
             if self._with_optimizer:
                 self._check_optimizer()
             # Of each rank; at another number of ranks rank 0's, without its random numbers.
@@ -181,6 +187,10 @@ class _Loading:
             mine, its = {n for g in here for n in g}, {n for g in there for n in g}
             texts = [f"groups of {[len(g) for g in there]} there and {[len(g) for g in here]} here"]
             self._refuse("the optimizer", sorted(mine - its), sorted(its - mine), texts)
+        self._check_classes(saved.get("classes"))
+        if self._runtime.opaque is not None:
+            self._check_entries(saved)
+            return
         for number, group in enumerate(self._groups):
             check_options(number, group)
         by_name = {slot.name: slot for slot in self._runtime.slots}
@@ -207,6 +217,42 @@ class _Loading:
                     self._states[name] = own | self._states.get(name, {})
         self._refuse("the optimizer", [], [], wrong)
 
+    def _check_classes(self, there: list[str] | None) -> None:
+        """`there`: of optimizers that step by themselves; None: the states are Adam's."""
+        opaque = self._runtime.opaque
+        here = None if opaque is None else [member.kind.__name__ for member in opaque.members]
+        if there != here:
+            adam = ["an AdamW or Adam that the engine steps"]
+            raise GeminiError(
+                f"{self.manifest.folder} has states of {' and '.join(there or adam)}, and here is "
+                f"{' and '.join(here or adam)}: build the optimizer as it was when it was saved, or load "
+                "the weights alone, with model_only=True"
+            )
+
+    def _check_entries(self, saved: dict[str, Any]) -> None:
+        """The states of an optimizer that steps by itself."""
+        opaque: Any = self._runtime.opaque
+        opaque.settle()
+        self._own = self._decoded(saved["own"], 0)
+        by_name = {slot.name: slot for slot in self._runtime.slots}
+        wrong = []
+        for name, code in saved["entries"].items():
+            slot, step = by_name.get(name), saved["steps"].get(name, 0)
+            if slot is None:
+                wrong.append(f"{name} has a state there and is no parameter here")
+            elif type(step) is not int or step < 0:
+                wrong.append(f"{name} is at step {step!r}")
+            else:
+                try:
+                    read = entries.Read(slot, code, self.manifest)
+                except GeminiError as error:
+                    wrong.append(f"the state of {name}: {error}")
+                    continue
+                self._steps[name] = step
+                self._entries[slot] = read.entry
+                self._fields += read.fields
+        self._refuse("the optimizer", [], [], wrong)
+
     def _refuse(self, what: str, lacking: list[str], more: list[str], wrong: list[str]) -> None:
         texts = [
             f"{text} {', '.join(sorted(names)[:_FEW])}"
@@ -228,7 +274,8 @@ class _Loading:
         tensors = self.manifest.tensors
         for name, slot in self._model.slots.items() if "model" in self._parts else ():
             yield Field(("model", name), slot, "master"), tensors[f"model.{self._first(name)}"]
-        if self._with_optimizer:
+        yield from self._fields
+        if self._with_optimizer and self._runtime.opaque is None:
             for slot in self._runtime.slots:
                 for key in MOMENTS if slot.name in self._steps else ():
                     yield moment(slot, key), tensors[moment(slot, key).key]
@@ -247,8 +294,8 @@ class _Loading:
         threads = Threads()
         try:
             for field, stored in self._wanted():
-                is_same = stored.order == memory_order(field.slot)
-                part = field.slot.part() if is_same else (0, stored.numel)
+                is_same = stored.order == field.order
+                part = field.part() if is_same else (0, stored.numel)
                 threads.put(functools.partial(self._check, stored, *part))
                 done(field.part_bytes)
             for name in self._model.tensors if "model" in self._parts else ():
@@ -284,10 +331,9 @@ class _Loading:
             set_random_state(self._random, runtime.device)
 
     def _fill(self, field: Field, stored: Stored) -> None:
-        slot = field.slot
-        first, n = slot.part()
-        if stored.order != memory_order(slot):
-            whole = orders.ordered(self.manifest.whole_of(stored), slot.strides)
+        first, n = field.part()
+        if stored.order != field.order:
+            whole = orders.ordered(self.manifest.whole_of(stored), field.strides)
             field.fill(first, orders.flat(whole)[first : first + n])
             return
         if n == 0:  # all the same what is gathered of its chunk is old, on all ranks alike
@@ -300,7 +346,21 @@ class _Loading:
         runtime = self._runtime
         optimizer: Any = runtime.optimizer
         for slot in runtime.slots:
-            self._note_state(slot, self._steps.get(slot.name))
+            if runtime.opaque is not None and slot.has_moments:
+                owner = runtime.opaque.owner(slot)
+                if slot in self._entries:
+                    owner.adopt(slot, self._entries[slot])
+                elif owner.has(slot):
+                    owner.drop(slot)
+                slot.adam_step = self._steps.get(slot.name, 0)
+            elif slot in self._entries:
+                optimizer.state[slot.parameter] = self._entries[slot]
+            else:
+                self._note_state(slot, self._steps.get(slot.name))
+        members = () if runtime.opaque is None else runtime.opaque.members
+        for part, member, own in zip(parts_of(optimizer), members, self._own, strict=False):
+            member.written |= own.keys()
+            vars(part).update(own)
         if runtime.scaler is not None and self._scaler is not None:
             runtime.scaler.load_state_dict(self._scaler)
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):

@@ -98,6 +98,7 @@ class Manifest:
             )
         self.digest = digest
         self._files: dict[str, Any] = {}
+        self._read: dict[tuple[str, torch.device], torch.Tensor] = {}
         try:
             content = json.loads(body)
             self._sizes: dict[str, int] = dict(content["files"])
@@ -144,12 +145,19 @@ class Manifest:
             yield piece.first, torch.frombuffer(data, dtype=stored.dtype)
 
     def close(self) -> None:
+        self._read.clear()
         for file in self._files.values():
             file.close()
 
     def whole(self, name: str) -> torch.Tensor:
         """A copy of a tensor."""
         return self.whole_of(self.tensors[name])
+
+    def once(self, name: str, device: torch.device) -> torch.Tensor:
+        """A tensor there, the same one each time."""
+        if (name, device) not in self._read:
+            self._read[name, device] = self.whole(name).to(device)
+        return self._read[name, device]
 
     def whole_of(self, stored: Stored) -> torch.Tensor:
         """The same; its elements lie in the order in which they were saved."""

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gemini_strategy.checkpoint import entries
 from gemini_strategy.checkpoint.boxes import Box, boxes
-from gemini_strategy.checkpoint.contents import Field, Model, memory_order
+from gemini_strategy.checkpoint.contents import Field, Model
 from gemini_strategy.checkpoint.plain import encode
 from gemini_strategy.checkpoint.random_numbers import random_state
 from gemini_strategy.checkpoint.records import Record, RecordFile
 from gemini_strategy.checkpoint.threads import Threads
+from gemini_strategy.optim.several import parts_of
 
 if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
@@ -48,7 +50,7 @@ class Part:
         self.stored[name] = {**kind, "pieces": []}
 
     def begin_field(self, field: Field) -> None:
-        self.begin(field.key, field.dtype, field.slot.shape, memory_order(field.slot))
+        self.begin(field.key, field.dtype, field.shape, field.order)
 
     def add(self, name: str, first: int, n: int, values: torch.Tensor) -> Record:
         """n elements from `first` on; `values` has them in any shape."""
@@ -117,7 +119,7 @@ class Piece:
 
     def put(self, part: Part, values: torch.Tensor) -> None:
         """Writes `values`, which are flat."""
-        order = memory_order(self.field.slot)
+        order = self.field.order
         inverse = [order.index(d) for d in range(len(order))]
         offsets, sizes = self.box
         shaped = values.view(sizes).permute(inverse)
@@ -128,12 +130,12 @@ class Piece:
 
 def pieces(runtime: Runtime, field: Field) -> Iterator[Piece]:
     """What this rank writes of a field. Of several replicas of a shard one writes it."""
-    slot, ranks = field.slot, runtime.ranks
-    first, n = slot.part()
-    is_empty = math.prod(slot.shape) == 0
+    ranks = runtime.ranks
+    first, n = field.part()
+    is_empty = field.numel == 0
     if ranks.replica.rank or (is_empty and ranks.shard.rank) or (n == 0 and not is_empty):
         return
-    in_memory = tuple(slot.shape[d] for d in memory_order(slot))
+    in_memory = tuple(field.shape[d] for d in field.order)
     for offsets, sizes in boxes(in_memory, first, first + n, MOST_ELEMENTS):
         count = math.prod(sizes)
         yield Piece(field, first, count, (offsets, sizes))
@@ -179,12 +181,21 @@ def _write_optimizer(runtime: Runtime, part: Part, tensors: list[torch.Tensor]) 
         | {"params": [names[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    steps: dict[str, int] = {}
+    steps = {slot.name: slot.adam_step for slot in runtime.slots if slot.has_state}
     others: dict[str, Any] = {}
+    opaque = runtime.opaque
+    told: dict[str, Any] = {}
+    if opaque is not None:
+        pairs = list(zip(parts_of(optimizer), opaque.members, strict=True))
+        own = [{name: vars(part)[name] for name in sorted(m.written)} for part, m in pairs]
+        told["classes"] = [member.kind.__name__ for member in opaque.members]
+        told["own"] = encode(own, "the optimizer's own attributes", tensors)
+        told["entries"] = entries.write(runtime, part)
     for slot in runtime.slots:
+        if opaque is not None and slot.has_moments:
+            continue
         entry = optimizer.state.get(slot.parameter) or {}
         if slot.has_state:
-            steps[slot.name] = slot.adam_step
             path = ("optimizer_0", "state", slot.name, "step")
             step = torch.tensor(float(slot.adam_step), device="cpu")
             part.add_whole(".".join(path), step, path)
@@ -197,4 +208,5 @@ def _write_optimizer(runtime: Runtime, part: Part, tensors: list[torch.Tensor]) 
         "groups": encode(groups, "param_groups", tensors),
         "steps": steps,
         "others": encode(others, "optimizer.state", tensors),
+        **told,
     }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemini_strategy.checkpoint import distcp, folder, manifest
+from gemini_strategy.checkpoint import distcp, entries, folder, manifest
 from gemini_strategy.checkpoint.contents import Field, Model
 from gemini_strategy.checkpoint.parts import Part, pieces, write_rest
 from gemini_strategy.checkpoint.together import in_stretches, together
@@ -107,6 +107,7 @@ class Writing:
         self.what = what = f"saving {target}"
         self.model = together(ranks, what, lambda: _begin(runtime, wanted))
         self.fields = list(self.model.fields(runtime, wanted.with_optimizer))
+        self.fields += entries.fields(runtime) if wanted.with_optimizer else ()
         ranks.agree({"frozen": wanted.frozen, **_numbers(runtime)}, what)
         self._draft = together(ranks, what, lambda: _draft(runtime, target, wanted))
         try:
@@ -176,8 +177,11 @@ def _begin(runtime: Runtime, wanted: Wanted) -> Model:
         )
     runtime.end_saving()
     runtime.coming_step.check_save()
-    for number, group in enumerate(runtime.optimizer.param_groups if runtime.optimizer else ()):
+    is_adam = runtime.optimizer is not None and runtime.opaque is None
+    for number, group in enumerate(runtime.optimizer.param_groups if is_adam else ()):
         check_options(number, group)
+    if runtime.opaque is not None:
+        runtime.opaque.settle()
     runtime.recover()
     runtime.check_assigned()
     runtime.core.drain()

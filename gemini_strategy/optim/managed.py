@@ -22,6 +22,7 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
 from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
+from gemini_strategy.optim.opaque_saved import Loaded, entries_of, packed
 from gemini_strategy.optim.opaque_states import OpaqueStates
 from gemini_strategy.optim.several import Several, parts_of
 from gemini_strategy.parameters import masters, quantized
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
 _SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
+_SEVERAL = "optimizers"  # of a state dict of several: the state dict of each
 _REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -444,8 +446,9 @@ def releasing(
     is_ours = isinstance(optimizer, HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     lows: dict[nn.Parameter, torch.Tensor] = {}
+    twins: dict[int, torch.Tensor] = {}
     for slot in engine.opaque.slots() if engine.opaque is not None and with_states else ():
-        states[slot.parameter] = engine.opaque.read(slot)
+        states[slot.parameter] = engine.opaque.read(slot, twins)
         done(moment_bytes(slot))
     for slot in engine.slots if engine.opaque is None else ():
         parameter = slot.parameter
@@ -465,8 +468,6 @@ def releasing(
         for parameter, low in lows.items():
             parameter._gm_low = low
         order = {id(p): i for i, p in enumerate(optimizer.state)}
-        if engine.opaque is not None:
-            engine.opaque.release()
         let_go(optimizer)
         for part in parts_of(optimizer):
             own = {id(p) for group in part.param_groups for p in group["params"]}
@@ -481,6 +482,7 @@ def send_states(
 ) -> None:
     """What `releasing` has given back follows the parameters to their devices; what has no room stays on the host."""
     slots = list(slots)
+    twins: dict[int, torch.Tensor] = {}
     try:
         for slot in slots:
             parameter = slot.parameter
@@ -488,7 +490,8 @@ def send_states(
                 for part in parts_of(optimizer):
                     entry = part.state.get(parameter)
                     if entry:
-                        part.state[parameter] = opaque.sent(slot, entry, slot.original_device)
+                        device = slot.original_device
+                        part.state[parameter] = opaque.sent(slot, entry, device, twins)
                 continue
             entry = optimizer.state.get(parameter, {})
             for key, value in entry.items():
@@ -514,6 +517,8 @@ def let_go(optimizer: torch.optim.Optimizer) -> None:
         return
     kind = type(optimizer)
     rest = optimizer._gm_state.rest()
+    if optimizer._gm_engine.opaque is not None:
+        optimizer._gm_engine.opaque.of(optimizer).release()
     del optimizer._gm_engine, optimizer._gm_state
     _swap_class(optimizer, _plain_class(optimizer))
     optimizer.state = defaultdict(dict, rest)
@@ -542,9 +547,14 @@ def state_dict(
     `is_live`: what is written to its tensors is written to the states, unless several ranks have them.
     """
     is_mine = root is None or root == engine.ranks.rank
+    if isinstance(optimizer, Several):
+        parts = [state_dict(engine, p, root, with_lows, is_live, for_file) for p in optimizer.parts]
+        return {_SEVERAL: parts} if is_mine else {}
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
     state: dict[int, dict[str, Any]] = {}
+    if engine.opaque is not None:
+        return _hooked(optimizer, _opaque_state(engine, optimizer, is_live)) if is_mine else {}
     groups = []
     index = 0
     for group in optimizer.param_groups:
@@ -552,12 +562,8 @@ def state_dict(
         packed["params"] = list(range(index, index + len(group["params"])))
         groups.append(packed)
         for parameter in group["params"]:
-            slot = engine.slot_of(parameter)
-            if engine.opaque is not None and slot.has_moments:
-                entry = engine.opaque.read(slot)
-            else:
-                entry = optimizer.state.get(parameter, {})
-            if engine.opaque is None and slot.has_moments:
+            slot, entry = engine.slot_of(parameter), optimizer.state.get(parameter, {})
+            if slot.has_moments:
                 saved = saved_entry(slot, entry, with_lows, root, for_file)
                 is_alone = engine.ranks.shard.size == 1
                 has_more = is_live and slot.has_state and is_alone
@@ -565,9 +571,21 @@ def state_dict(
             if is_mine and entry:
                 state[index] = entry
             index += 1
-    if not is_mine:
-        return {}
-    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    return _hooked(optimizer, {"state": state, "param_groups": groups}) if is_mine else {}
+
+
+def _opaque_state(engine: Runtime, optimizer: Any, is_live: bool) -> dict[str, Any]:
+    """As the optimizer's own class makes it, with its tensors on the host."""
+    opaque, twins = engine.opaque.of(optimizer), {}
+    read = opaque.snapshot if is_live else opaque.read
+    entries = {slot.parameter: read(slot, twins) for slot in opaque.slots()}
+    entries |= optimizer._gm_state.rest()
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return packed(optimizer, opaque.kind, {p: e for p, e in entries.items() if id(p) in grouped})
+
+
+def _hooked(optimizer: Any, result: dict[str, Any]) -> dict[str, Any]:
+    """What the user's hooks make of a state dict."""
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         changed = hook(optimizer, result)
         result = result if changed is None else changed
@@ -580,6 +598,26 @@ def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> N
     Raises:
         ValueError: groups or shapes do not match; nothing has been changed then.
     """
+    if isinstance(optimizer, Several):
+        _load_several(engine, optimizer, state)
+        return
+    _prepared(engine, optimizer, state)()
+
+
+def _load_several(engine: Runtime, optimizers: Several, state: Mapping[str, Any]) -> None:
+    states = state.get(_SEVERAL) or ()
+    if len(states) != len(optimizers.parts):
+        raise ValueError(
+            f"this engine has {len(optimizers.parts)} optimizers, and the state dict is of {len(states) or 'one'}: "
+            "load what engine.state_dict() gave of as many"
+        )
+    pairs = zip(optimizers.parts, states, strict=True)
+    for load in [_prepared(engine, part, each) for part, each in pairs]:
+        load()
+
+
+def _prepared(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> Callable[[], None]:
+    """What loads a state dict that fits; until it is called nothing has changed."""
     state = dict(state)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, state)
@@ -592,23 +630,68 @@ def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> N
             f"loaded state dict has param groups of {[len(g['params']) for g in saved]} parameters, the "
             f"optimizer of {[len(g['params']) for g in groups]}"
         )
+    if engine.opaque is not None:
+        return _prepared_opaque(engine, optimizer, state)
     work = []
     for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
         for option in _REFUSED_OPTIONS:
-            if saved_group.get(option) and engine.opaque is None:
+            if saved_group.get(option):
                 raise ValueError(
                     f"param group {number} of the state dict: {option}=True is not supported"
                 )
         for key, parameter in zip(saved_group["params"], group["params"], strict=True):
             slot, entry = engine.slot_of(parameter), state["state"].get(key)
-            if engine.opaque is None:
-                check_entry(slot.name, slot.shape, entry or {})
-            else:
-                engine.opaque.check(slot, entry or {})
+            if slot.has_moments and entry:
+                _check_kind(slot, entry)
+            check_entry(slot.name, slot.shape, entry or {})
             work.append((parameter, entry))
-    for saved_group, group in zip(saved, groups, strict=True):
-        group.update(copy.deepcopy({k: v for k, v in saved_group.items() if k != "params"}))
+    options = copy.deepcopy([{k: v for k, v in each.items() if k != "params"} for each in saved])
     given = {parameter: entry for parameter, entry in work if entry}
-    optimizer.state.replace(given, is_copied=True)
+    return functools.partial(_load, optimizer, options, given)
+
+
+def _load(optimizer: Any, options: list[dict[str, Any]], states: Mapping[Any, Any]) -> None:
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.update(values)
+    optimizer.state.replace(states, is_copied=True)
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+def _check_kind(slot: Slot, entry: Mapping[Any, Any]) -> None:
+    """Refuses what another optimizer than Adam has made of a parameter."""
+    is_large = any(isinstance(v, torch.Tensor) and v.numel() > 1 for v in entry.values())
+    if is_large and not {"step", *MOMENTS} & {*entry}:
+        raise ValueError(
+            f"{slot.name}: the state dict has {', '.join(map(str, entry))} of it, and Adam's states are step, "
+            f"{' and '.join(MOMENTS)}: it is another optimizer's; load it into an optimizer of that class"
+        )
+
+
+def _prepared_opaque(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> Callable[[], None]:
+    opaque = engine.opaque.of(optimizer)
+    dtypes = {slot.parameter: opaque.dtype(slot) for slot in engine.slots}
+    try:
+        loaded = Loaded.of(optimizer, opaque.kind, state, dtypes)
+    except Exception as error:  # its class may raise anything
+        _check_entries(engine, entries_of(optimizer, state))
+        name = opaque.kind.__name__
+        raise ValueError(
+            f"{name}.load_state_dict() raises {type(error).__name__} for this state dict: {error}; the optimizer is as "
+            f"it was: load what a {name} has saved"
+        ) from error
+    _check_entries(engine, loaded.entries)
+
+    def load() -> None:
+        vars(optimizer).update(loaded.attributes)
+        given = {parameter: entry for parameter, entry in loaded.entries.items() if entry}
+        _load(optimizer, loaded.options, {**given, **loaded.others})
+
+    return load
+
+
+def _check_entries(engine: Runtime, entries: Mapping[Any, Any]) -> None:
+    for parameter, entry in entries.items():
+        slot = engine.slot_of_states(parameter)
+        if slot is not None:
+            engine.opaque.check(slot, entry, is_whole=True)

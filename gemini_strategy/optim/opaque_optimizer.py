@@ -51,27 +51,32 @@ _SAME = (
 
 
 @dataclass(frozen=True)
-class _Form:
-    """Where the leaves of one parameter's states lie among its bytes in the chunk.
+class Form:
+    """What an optimizer makes of one parameter.
 
     Attributes:
-        places: leaves, and where each begins.
+        places: the leaves that its chunk has, and where each begins among the parameter's bytes there.
         nbytes: of all of them.
+        entry: with meta tensors as leaves.
+        devices: where the leaves are.
         shared: paths of tensors that stay in Python, whatever their size.
     """
 
     places: tuple[tuple[Leaf, int], ...]
     nbytes: int
+    entry: Any
+    devices: Mapping[Path, torch.device]
     shared: frozenset[Path]
 
     @classmethod
-    def of(cls, found: tuple[Leaf, ...], entry: Any) -> _Form:
+    def of(cls, found: tuple[Leaf, ...], entry: Any, devices: Mapping[Path, torch.device]) -> Form:
         places, end = [], 0
         for leaf in found:
             places.append((leaf, end))
             end += (leaf.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
         own = {leaf.path for leaf in found}
-        return cls(tuple(places), end, frozenset(p for p, _ in leaves(entry) if p not in own))
+        shared = frozenset(path for path in devices if path not in own)
+        return cls(tuple(places), end, entry, devices, shared)
 
 
 def _at(
@@ -156,14 +161,14 @@ class OpaqueOptimizer:
                 "them, or one rank"
             )
         self._runtime = weakref.ref(runtime)
-        self._kind = type(optimizer)
+        self.kind = type(optimizer)
         self._rehearsed = rehearsal.rehearse(optimizer)
         self._group_of = {
             id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
         }
         self._settings = overrides.settings_of(optimizer)
-        self._forms: dict[Slot, _Form] = {}
-        self._by_shape: dict[Any, _Form] = {}
+        self._forms: dict[Slot, Form] = {}
+        self._by_shape: dict[Any, Form] = {}
         self._stand_ins: dict[Slot, _StandIn] = {}
         self._entries: dict[Slot, dict[Any, Any]] = {}
         self._copies = Copies(self)
@@ -174,20 +179,26 @@ class OpaqueOptimizer:
         self._end: parts.Own | None = None
         self._autocast = (False, torch.bfloat16)  # of who steps: a part may run inside a forward's
         self._stream: int | None = None  # of updates
+        self.written: set[str] = set()  # attributes of the optimizer that its step() changes
         self.error: BaseException | None = None  # that step() has raised
 
     # ---- what a chunk has ----
 
     def state_bytes(self, slot: Slot) -> int:
         """Of a parameter's states in its chunk, before there are any."""
-        return self._form(slot).nbytes
+        return self.form(slot).nbytes
 
-    def _form(self, slot: Slot) -> _Form:
+    def dtype(self, slot: Slot) -> torch.dtype:
+        """Of the parameter that step() gets."""
+        return torch.float32 if slot.has_low else slot.dtype
+
+    def form(self, slot: Slot) -> Form:
+        """See Form."""
         form = self._forms.get(slot)
         if form is None:
             optimizer = self._optimizer()
             number = self._group_of.get(id(slot.parameter), 0)
-            dtype = torch.float32 if slot.has_low else slot.dtype
+            dtype = self.dtype(slot)
             settings = self._settings.get(id(slot.parameter), {})
             key = number, slot.shape, slot.strides, dtype, repr(sorted(settings.items()))
             form = self._by_shape.get(key)
@@ -195,7 +206,7 @@ class OpaqueOptimizer:
                 found = rehearsal.states_like(
                     optimizer, number, slot.shape, slot.strides, dtype, slot.device, settings
                 )
-                form = self._by_shape[key] = _Form.of(*found)
+                form = self._by_shape[key] = Form.of(*found)
             self._forms[slot] = form
         return form
 
@@ -242,8 +253,17 @@ class OpaqueOptimizer:
         self._recipes.append({k: _copied(v) for k, v in now.items()})
         return len(self._recipes)
 
+    @property
+    def members(self) -> list[OpaqueOptimizer]:
+        """As OpaqueSeveral's."""
+        return [self]
+
     def of(self, optimizer: torch.optim.Optimizer) -> OpaqueOptimizer:
         """As OpaqueSeveral.of."""
+        return self
+
+    def owner(self, slot: Slot) -> OpaqueOptimizer:
+        """As OpaqueSeveral.owner."""
         return self
 
     def select(self, ids: list[int]) -> list[int]:
@@ -325,7 +345,7 @@ class OpaqueOptimizer:
         assert self._start is not None
         state: defaultdict[Any, Any] = defaultdict(dict)
         own = self._start
-        inner = parts.stand_in(optimizer, [], state, self._kind)
+        inner = parts.stand_in(optimizer, [], state, self.kind)
         if self._rehearsed.writes_itself:
             own = own.copied(optimizer, inner)
         params = [
@@ -353,22 +373,23 @@ class OpaqueOptimizer:
         if self._end is None:
             self._end = ended
             assert self._start is not None
-            if (
-                self._start.difference(ended) is not None
-            ):  # else its tensors would be the groups' own
-                ended.put(optimizer)
+            if self._start.difference(ended) is None:
+                return  # its tensors, which are copies, would be the groups' own
+            if self._rehearsed.writes_itself:
+                self.written |= self._start.changed(ended)
+            ended.put(optimizer)
             return
         found = self._end.difference(ended)
         if found is not None:
             raise GeminiError(
-                f"{self._kind.__name__}.step() has left another {found[0]} after some parameters than after others: it "
+                f"{self.kind.__name__}.step() has left another {found[0]} after some parameters than after others: it "
                 "does not treat each parameter by itself"
             )
 
     def _adopted(self, slot: Slot, entry: dict[Any, Any]) -> dict[Any, Any]:
         """The entry that a step has left, with its tensors in the chunk."""
         stand_in = self._stand_in(slot)
-        form = self._form(slot)
+        form = self.form(slot)
         kept = self._kept(slot, entry)
         self._check(slot, kept)
         moved: dict[Path, torch.Tensor] = {}
@@ -381,7 +402,7 @@ class OpaqueOptimizer:
 
     def _kept(self, slot: Slot, entry: Mapping[Any, Any]) -> dict[Path, torch.Tensor]:
         """What of an entry belongs into the chunk."""
-        shared, weight = self._form(slot).shared, self._stand_in(slot).weight
+        shared, weight = self.form(slot).shared, self._stand_in(slot).weight
         found = leaves(entry)
         return {p: t for p, t in found if p not in shared and is_kept_in_chunk(t, weight)}
 
@@ -390,7 +411,7 @@ class OpaqueOptimizer:
         wanted = self._paths(slot)
         again = "states are found at manage(), and stay what they are; close() the engine and manage() again"
         for path, tensor in kept.items():
-            what = f"{slot.name}: its state {opaque.text(path)} of {self._kind.__name__}"
+            what = f"{slot.name}: its state {opaque.text(path)} of {self.kind.__name__}"
             now = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             leaf = wanted.get(path)
             if leaf is None:
@@ -412,9 +433,20 @@ class OpaqueOptimizer:
         return slot in self._entries
 
     def slots(self) -> list[Slot]:
-        """Those that have entries."""
+        """Those that have entries, in the order of the groups."""
         self._issue()
-        return list(self._entries)
+        optimizer = self._optimizer()
+        groups = () if optimizer is None else optimizer.param_groups
+        order = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
+        return sorted(self._entries, key=lambda slot: order.get(id(slot.parameter), len(order)))
+
+    def settle(self) -> None:
+        """Entries are what the last step and the program have made of them, and may be looked at."""
+        self._issue()
+        self._copies.take_all()
+        for slot in self._entries:
+            self._wait(slot)
+            break  # all of one device wait for one stream
 
     def entry(self, slot: Slot) -> dict[Any, Any] | None:
         """The optimizer's own; None: there is none."""
@@ -423,34 +455,56 @@ class OpaqueOptimizer:
     def kept(self, slot: Slot) -> dict[Path, torch.Tensor]:
         """What of the parameter's entry is in its chunk, copied to the host."""
         own = {path for path, _ in leaves(self._entries.get(slot, {}))}
-        places = [(leaf, at) for leaf, at in self._form(slot).places if leaf.path in own]
-        if not places:
-            return {}
-        memory = torch.empty(self._form(slot).nbytes, dtype=torch.uint8, device="cpu")
-        slot.engine.core.states_read(slot.id, memory.data_ptr())
-        return {leaf.path: _view(memory, leaf, at).clone() for leaf, at in places}
+        found: dict[Path, torch.Tensor] = {}
+        for leaf, at in self.form(slot).places:
+            if leaf.path in own:
+                values = _room(leaf)
+                slot.engine.core.states_read(slot.id, at, leaf.nbytes, values.data_ptr())
+                found[leaf.path] = values
+        return found
 
-    def read(self, slot: Slot) -> dict[Any, Any]:
-        """A copy of the parameter's entry, on the host; empty: there is none."""
+    def read(self, slot: Slot, twins: dict[int, torch.Tensor] | None = None) -> dict[Any, Any]:
+        """A copy of the parameter's entry, on the host; empty: there is none.
+
+        `twins`: one for all reads that are to have one copy of what several parameters share.
+        """
         self._issue()
         self._copies.take(slot)
         self._wait(slot)
         entry = self._entries.get(slot, {})
-        kept = self.kept(slot)
-        rest = {path: t.clone() for path, t in leaves(entry) if path not in kept}
+        kept, twins = self.kept(slot), {} if twins is None else twins
+        cpu = torch.device("cpu")
+        rest = {path: _twin(t, cpu, twins) for path, t in leaves(entry) if path not in kept}
         return with_leaves(_forked(entry), {**rest, **kept})
+
+    def snapshot(self, slot: Slot, twins: dict[int, torch.Tensor]) -> dict[Any, Any]:
+        """The same; what the program writes to it before the next use becomes the states'."""
+        entry = self.read(slot, twins)
+        self._copies.watch(slot, entry)
+        return entry
 
     def put(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
         """Sets what is no tensor of the chunk."""
-        views = {path: t for path, t in self._views(slot).items() if path in dict(leaves(entry))}
+        views = {path: t for path, t in self.views(slot).items() if path in dict(leaves(entry))}
         self._entries[slot] = with_leaves(_forked(entry), views)
+        self._note(slot)
 
-    def _views(self, slot: Slot) -> dict[Path, torch.Tensor]:
+    def adopt(self, slot: Slot, entry: dict[Any, Any]) -> None:
+        """This is the parameter's entry, which has `views`, and the chunk has their bytes."""
+        self._copies.forget(slot)
+        self._entries[slot] = entry
+        self._note(slot)
+
+    def _note(self, slot: Slot) -> None:
+        slot.has_state = bool(self._entries.get(slot))
+        slot.note_state_change()
+
+    def views(self, slot: Slot) -> dict[Path, torch.Tensor]:
         """The tensors in the chunk."""
         at, device = self._stand_in(slot).states, slot.device
         return {
             leaf.path: _at(at + offset, leaf.shape, leaf.stride, leaf.dtype, device)
-            for leaf, offset in self._form(slot).places
+            for leaf, offset in self.form(slot).places
         }
 
     def store(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
@@ -460,17 +514,22 @@ class OpaqueOptimizer:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
         """
         self.check(slot, entry)
-        form, found = self._form(slot), dict(leaves(entry))
-        if form.nbytes:
-            memory = torch.zeros(form.nbytes, dtype=torch.uint8, device="cpu")
-            for leaf, at in form.places:
-                if leaf.path in found:
-                    _view(memory, leaf, at).copy_(found[leaf.path])
-            slot.engine.core.states_write(slot.id, memory.data_ptr(), slot.engine.stream())
+        form, found = self.form(slot), dict(leaves(entry))
+        core, stream = slot.engine.core, slot.engine.stream()
+        for leaf, at in form.places:
+            if leaf.path in found:
+                values = _room(leaf).copy_(found[leaf.path])
+                core.states_write(slot.id, at, leaf.nbytes, values.data_ptr(), stream)
         self.put(slot, entry)
 
-    def write(self, slot: Slot, entry: Mapping[Any, Any], is_copied: bool = True) -> None:
-        """Sets the parameter's entry for a program; `is_copied`: and is done with its tensors.
+    def write(
+        self,
+        slot: Slot,
+        entry: Mapping[Any, Any],
+        is_copied: bool = True,
+        twins: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        """Sets the parameter's entry for a program; `is_copied`: and is done with its tensors. `twins`: as in `read`.
 
         Raises:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
@@ -479,7 +538,12 @@ class OpaqueOptimizer:
         self._copies.forget(slot)
         places = self._paths(slot)
         if is_copied:
-            rest = {p: t.clone() for p, t in leaves(entry) if p not in places}
+            devices, twins = self.form(slot).devices, {} if twins is None else twins
+            rest = {
+                p: _twin(t, devices.get(p, t.device), twins)
+                for p, t in leaves(entry)
+                if p not in places
+            }
             entry = with_leaves(_forked(entry), rest)
         self.store(slot, entry)
         if not is_copied:
@@ -489,9 +553,10 @@ class OpaqueOptimizer:
         """The parameter has no entry any more."""
         self._copies.forget(slot)
         del self._entries[slot]
+        self._note(slot)
 
-    def check(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        """Refuses what cannot be an entry of this parameter.
+    def check(self, slot: Slot, entry: Mapping[Any, Any], is_whole: bool = False) -> None:
+        """Refuses what cannot be an entry of this parameter; `is_whole`: or what a step has not left.
 
         Raises:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
@@ -500,7 +565,7 @@ class OpaqueOptimizer:
             raise TypeError(
                 f"{slot.name}: optimizer.state[p] is a dict, not {type(entry).__name__}"
             )
-        places, shared, kept = self._paths(slot), self._form(slot).shared, {}
+        places, shared, kept = self._paths(slot), self.form(slot).shared, {}
         for path, tensor in leaves(entry):
             if path in places:  # torch's load_state_dict() gives it another floating-point dtype
                 is_float = tensor.is_floating_point()
@@ -508,11 +573,26 @@ class OpaqueOptimizer:
             elif path not in shared and tensor.numel() > 1:
                 kept[path] = tensor
         self._check(slot, kept)
+        missing = sorted(opaque.text(path) for path in places.keys() - kept.keys())
+        if is_whole and entry and missing:
+            raise GeminiError(
+                f"{slot.name}: its state has {', '.join(map(str, entry))} and lacks {' and '.join(missing)}, which "
+                f"{self.kind.__name__} makes with the options of now: it is of another optimizer, or of other options"
+            )
 
-    def sent(self, slot: Slot, entry: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
-        """An entry of `read` with what went with the parameter on its device."""
-        paths = self._paths(slot)
-        return with_leaves(entry, {p: t.to(device) for p, t in leaves(entry) if p in paths})
+    def sent(
+        self,
+        slot: Slot,
+        entry: Mapping[Any, Any],
+        device: torch.device,
+        twins: dict[int, torch.Tensor],
+    ) -> dict[Any, Any]:
+        """An entry of `read` where it is with the parameter on that device."""
+        on_device = {p for p, t in self.form(slot).devices.items() if t == slot.device}
+        goes = self._paths(slot).keys() | (on_device if slot.device.type != "cpu" else set())
+        found = leaves(entry)
+        moved = {p: _twin(t, device, twins) for p, t in found if p in goes and t.device != device}
+        return with_leaves(entry, moved)
 
     def release(self) -> None:
         """The engine closes: what a program has is its own from now on."""
@@ -533,13 +613,21 @@ class OpaqueOptimizer:
             torch.cuda.current_stream(slot.device).wait_stream(updates)
 
     def _paths(self, slot: Slot) -> dict[Path, Leaf]:
-        return {leaf.path: leaf for leaf, _ in self._form(slot).places}
+        return {leaf.path: leaf for leaf, _ in self.form(slot).places}
 
 
-def _view(memory: torch.Tensor, leaf: Leaf, at: int) -> torch.Tensor:
-    """A leaf among the bytes of its parameter's states, on the host."""
-    flat = memory[at : at + leaf.nbytes].view(leaf.dtype)
-    return flat.as_strided(leaf.shape, leaf.stride)
+def _room(leaf: Leaf) -> torch.Tensor:
+    """For its values, on the host."""
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu")
+
+
+def _twin(
+    tensor: torch.Tensor, device: torch.device, twins: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """A copy there, one of each tensor."""
+    if id(tensor) not in twins:
+        twins[id(tensor)] = tensor.detach().to(device, copy=True)
+    return twins[id(tensor)]
 
 
 def _forked(entry: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -16,12 +16,14 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.moments import Shown
-from gemini_strategy.optim.opaque import Path, leaves, with_leaves
+from gemini_strategy.optim.opaque import Path, leaves, text, with_leaves
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -72,6 +74,21 @@ class _Copy:
         return entry, {path: tensor for path, tensor in found.items() if tensor is not None}
 
 
+@dataclass
+class _Watched:
+    """A tensor of a state dict, which is a copy: it would cost a copy of all states to renew it at each step's end.
+
+    What the program writes to it counts until the states are used next, and is refused later (`is_past`).
+    """
+
+    slot: Slot
+    path: Path
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    fresh: torch.Tensor | None  # alive until it has been looked at
+    is_past: bool = False
+
+
 class Copies:
     """Those of all parameters."""
 
@@ -79,6 +96,36 @@ class Copies:
         self._owner = weakref.ref(owner)
         self._copies: dict[Slot, _Copy] = {}
         self._last: tuple[Slot, _Entry] | None = None
+        self._watched: list[_Watched] = []
+
+    def watch(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        """A program gets tensors of a state dict: see _Watched."""
+        for path, tensor in leaves(entry):
+            known = slot, path, weakref.ref(tensor), tensor._version
+            self._watched.append(_Watched(*known, fresh=tensor))
+
+    def _take_watched(self) -> None:
+        written: dict[Slot, dict[Path, torch.Tensor]] = {}
+        for each in self._watched:
+            tensor, each.fresh = each.tensor(), None
+            if tensor is None or tensor._version == each.version:
+                continue
+            each.version = tensor._version
+            if each.is_past:
+                raise GeminiError(
+                    f"{each.slot.name}: its state {text(each.path)} was written in a state dict that was made before "
+                    "that state was used again, and the write would be lost: make optimizer.state_dict() anew, or "
+                    "write to optimizer.state[p]"
+                )
+            written.setdefault(each.slot, {})[each.path] = tensor
+        for each in self._watched:
+            each.is_past = True
+        self._watched = [each for each in self._watched if each.tensor() is not None]
+        owner = self._owner()
+        for slot, tensors in written.items() if owner is not None else ():
+            own = owner.entry(slot) or {}
+            rest = {path: tensors[path].to(t.device) for path, t in leaves(own) if path in tensors}
+            owner.store(slot, with_leaves(own, {**owner.kept(slot), **rest}))
 
     def show(self, slot: Slot) -> dict[Any, Any]:
         """The parameter's entry for a program."""
@@ -117,11 +164,14 @@ class Copies:
 
     def take_all(self) -> None:
         """States are used next."""
+        self._take_watched()
         for slot in list(self._copies):
             self.take(slot)
 
     def take(self, slot: Slot) -> None:
         """What the program has written becomes the parameter's states."""
+        if any(not each.is_past and each.slot is slot for each in self._watched):
+            self._take_watched()
         if self._last is not None and self._last[0] is slot:
             last = self._last[1]  # alive until it has been looked at
             self._last = None
@@ -185,7 +235,7 @@ class Copies:
             known.tensors = {path: weakref.ref(tensor) for path, tensor in tensors.items()}
 
     def release(self) -> None:
-        self._copies, self._last = {}, None
+        self._copies, self._last, self._watched = {}, None, []
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -224,13 +274,19 @@ class OpaqueStates(Shown, defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.assign(key, value, is_copied=False)
 
-    def assign(self, key: Any, value: Any, is_copied: bool) -> None:
-        """`is_copied`: what is written to its tensors later counts no more."""
+    def assign(
+        self,
+        key: Any,
+        value: Any,
+        is_copied: bool,
+        twins: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        """`is_copied`: what is written to its tensors later counts no more. `twins`: as in OpaqueOptimizer.read."""
         slot = self._slot_of(key)
         if slot is None:
             dict.__setitem__(self, key, value)
         else:
-            self._owner.write(slot, value, is_copied)
+            self._owner.write(slot, value, is_copied, twins)
 
     def __delitem__(self, key: Any) -> None:
         slot = self._slot_of(key)
@@ -296,7 +352,12 @@ class OpaqueStates(Shown, defaultdict[Any, Any]):
         if not isinstance(states, Mapping):
             raise TypeError(f"optimizer.state is a mapping, not {type(states).__name__}")
         given = dict(states.items())
+        for key, value in given.items():
+            slot = self._slot_of(key)
+            if slot is not None:
+                self._owner.check(slot, value)
         for key in [key for key in self if key not in given]:
             del self[key]
+        twins: dict[int, torch.Tensor] = {}
         for key, value in given.items():
-            self.assign(key, value, is_copied)
+            self.assign(key, value, is_copied, twins)

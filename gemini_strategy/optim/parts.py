@@ -125,6 +125,11 @@ class Own:
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
 
+    def changed(self, other: Own) -> set[str]:
+        """Names of attributes that the other has with other values, or alone."""
+        mine, its = self.attributes, other.attributes
+        return {n for n in its if n not in mine or difference(mine[n], its[n], n) is not None}
+
     def difference(self, other: Own) -> tuple[str, float] | None:
         """Where they differ first, and the largest difference there."""
         found = difference(self.attributes, other.attributes, "attribute")

@@ -360,8 +360,9 @@ def states_like(
     dtype: torch.dtype,
     device: torch.device,
     settings: overrides.Settings | None = None,
-) -> tuple[tuple[opaque.Leaf, ...], Any]:
-    """What a chunk will have of a parameter's states after its first step, and the entry, its leaves on meta.
+) -> tuple[tuple[opaque.Leaf, ...], Any, dict[opaque.Path, torch.device]]:
+    """What a chunk will have of a parameter's states after its first step; the entry, its leaves on meta; and where the
+    optimizer has each leaf.
 
     The step has fake tensors, which take no memory. Where it cannot be run with these it has real ones on the device.
     Two parameters are stepped at once: what both have in one storage is no parameter's own.
@@ -372,7 +373,9 @@ def states_like(
     name = type(optimizer).__name__
     stage = Stage(optimizer, device)
 
-    def stepped(mode: Any) -> tuple[tuple[opaque.Leaf, ...], Any]:
+    def stepped(
+        mode: Any,
+    ) -> tuple[tuple[opaque.Leaf, ...], Any, dict[opaque.Path, torch.device]]:
         whole = stage.copied()
         with mode:
             made = [
@@ -396,7 +399,8 @@ def states_like(
             path: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
             for path, t in found
         }
-        return form, opaque.with_leaves(entries[0], metas)
+        devices = {path: t.device for path, t in found}
+        return form, opaque.with_leaves(entries[0], metas), devices
 
     real = 4 * math.prod(shape) * dtype.itemsize
     with _untouched(optimizer, [torch.device("cpu"), device]):

@@ -86,40 +86,41 @@ class OpaqueSeveral:
     """An OpaqueOptimizer for each of them; a parameter's is its own optimizer's."""
 
     def __init__(self, runtime: Runtime, optimizers: Several) -> None:
-        self._members = [OpaqueOptimizer(runtime, part) for part in optimizers.parts]
+        self.members = [OpaqueOptimizer(runtime, part) for part in optimizers.parts]
         self._parts = optimizers.parts
-        self._owner = {
+        self._owners = {
             id(p): member
-            for part, member in zip(optimizers.parts, self._members, strict=True)
+            for part, member in zip(optimizers.parts, self.members, strict=True)
             for group in part.param_groups
             for p in group["params"]
         }
 
     def of(self, optimizer: torch.optim.Optimizer) -> OpaqueOptimizer:
         """The one that has an optimizer's states."""
-        return self._members[[part is optimizer for part in self._parts].index(True)]
+        return self.members[[part is optimizer for part in self._parts].index(True)]
 
-    def _of(self, slot: Slot) -> OpaqueOptimizer:
-        return self._owner.get(id(slot.parameter), self._members[0])
+    def owner(self, slot: Slot) -> OpaqueOptimizer:
+        """The one that has a parameter's states."""
+        return self._owners.get(id(slot.parameter), self.members[0])
 
     def core_arguments(self) -> dict[str, Any]:
-        defers = all(member.core_arguments()["opaque_defers"] for member in self._members)
+        defers = all(member.core_arguments()["opaque_defers"] for member in self.members)
         return {"opaque": weak_method(self.run), "opaque_defers": defers}
 
     def state_bytes(self, slot: Slot) -> int:
-        return self._of(slot).state_bytes(slot)
+        return self.owner(slot).state_bytes(slot)
 
     def update(self, slot: Slot, divisor: float, factor: float) -> tuple[Any, ...]:
-        return self._of(slot).update(slot, divisor, factor)
+        return self.owner(slot).update(slot, divisor, factor)
 
     def begin(self) -> None:
-        for member in self._members:
+        for member in self.members:
             member.begin()
 
     def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
         """As OpaqueOptimizer.run; a step is of one of them."""
         wrote = False
-        for member in self._members:
+        for member in self.members:
             mine = member.select(ids)
             wrote |= bool(mine) and member.run(mine, scale, late_scale, stream)
         return wrote
@@ -127,36 +128,52 @@ class OpaqueSeveral:
     def end(self, slots: Iterable[Slot], stream: int) -> None:
         """As OpaqueOptimizer.end."""
         slots = list(slots)
-        for member in self._members:
-            member.end((slot for slot in slots if self._of(slot) is member), stream)
+        for member in self.members:
+            member.end((slot for slot in slots if self.owner(slot) is member), stream)
 
     def take_error(self) -> BaseException | None:
-        return next(filter(None, [member.take_error() for member in self._members]), None)
+        return next(filter(None, [member.take_error() for member in self.members]), None)
 
     def has(self, slot: Slot) -> bool:
-        return self._of(slot).has(slot)
+        return self.owner(slot).has(slot)
 
     def slots(self) -> list[Slot]:
-        return [slot for member in self._members for slot in member.slots()]
+        return [slot for member in self.members for slot in member.slots()]
 
-    def read(self, slot: Slot) -> dict[Any, Any]:
-        return self._of(slot).read(slot)
+    def read(self, slot: Slot, twins: dict[int, torch.Tensor] | None = None) -> dict[Any, Any]:
+        return self.owner(slot).read(slot, twins)
 
-    def write(self, slot: Slot, entry: Mapping[Any, Any], is_copied: bool = True) -> None:
-        self._of(slot).write(slot, entry, is_copied)
+    def write(
+        self,
+        slot: Slot,
+        entry: Mapping[Any, Any],
+        is_copied: bool = True,
+        twins: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.owner(slot).write(slot, entry, is_copied, twins)
+
+    def settle(self) -> None:
+        for member in self.members:
+            member.settle()
 
     def drop(self, slot: Slot) -> None:
-        self._of(slot).drop(slot)
+        self.owner(slot).drop(slot)
 
-    def check(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        self._of(slot).check(slot, entry)
+    def check(self, slot: Slot, entry: Mapping[Any, Any], is_whole: bool = False) -> None:
+        self.owner(slot).check(slot, entry, is_whole)
 
     def show(self, slot: Slot) -> dict[Any, Any]:
-        return self._of(slot).show(slot)
+        return self.owner(slot).show(slot)
 
-    def sent(self, slot: Slot, entry: Mapping[Any, Any], device: torch.device) -> dict[Any, Any]:
-        return self._of(slot).sent(slot, entry, device)
+    def sent(
+        self,
+        slot: Slot,
+        entry: Mapping[Any, Any],
+        device: torch.device,
+        twins: dict[int, torch.Tensor],
+    ) -> dict[Any, Any]:
+        return self.owner(slot).sent(slot, entry, device, twins)
 
     def release(self) -> None:
-        for member in self._members:
+        for member in self.members:
             member.release()

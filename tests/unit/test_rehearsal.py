@@ -431,7 +431,7 @@ def test_settings_go_with_their_parameter() -> None:
         assert own == {id(given[2]): {"optim_bits": 32}}
         where = 0, (128, 96), (96, 1), torch.float32, CPU
         for settings, dtype in (({}, torch.uint8), (own[id(given[2])], torch.float32)):
-            found, _ = states_like(optimizer, *where, settings)
+            found, *_ = states_like(optimizer, *where, settings)
             assert {leaf.path: leaf.dtype for leaf in found}["state1",] is dtype
     finally:
         manager.pid2config, manager.index2config = kept
@@ -632,7 +632,7 @@ def test_states_are_known_before_the_first_step(name: str, dtype: torch.dtype) -
             continue
         parameter = made(shape, stride, dtype)
         expected = real(torchs(name, [parameter]), parameter)
-        found, form = states_like(optimizer, 0, shape, stride, dtype, CPU)
+        found, form, _ = states_like(optimizer, 0, shape, stride, dtype, CPU)
         assert list(found) == expected
         assert all(tensor.is_meta for _, tensor in opaque.leaves(form))
         assert [leaf.path for leaf in found if leaf.path not in dict(opaque.leaves(form))] == []
@@ -656,7 +656,7 @@ def test_states_are_known_before_the_first_step(name: str, dtype: torch.dtype) -
 def test_states_of_others(kind: Any, own: set[str]) -> None:
     shape, stride = (64, 128), (128, 1)
     optimizer = kind(parameters())
-    found, form = states_like(optimizer, 0, shape, stride, torch.float32, CPU)
+    found, form, _ = states_like(optimizer, 0, shape, stride, torch.float32, CPU)
     assert {opaque.text(leaf.path) for leaf in found} == own
     assert not optimizer.state
     expected = {leaf.path: leaf for leaf in found}
@@ -682,7 +682,7 @@ class NotFake(Plain):
 
 def test_sizes_are_found_by_a_real_step_where_no_other_runs() -> None:
     optimizer = NotFake(parameters())
-    found, _ = states_like(optimizer, 0, (3, 5), (5, 1), torch.float32, CPU)
+    found, _, _ = states_like(optimizer, 0, (3, 5), (5, 1), torch.float32, CPU)
     assert [(leaf.path, leaf.shape) for leaf in found] == [(("m",), (30,))]
     shape = 1 << 14, 1 << 13
     with pytest.raises(
@@ -693,7 +693,7 @@ def test_sizes_are_found_by_a_real_step_where_no_other_runs() -> None:
         GeminiError, match="Raises on a parameter of shape .3,. .* ValueError: not today"
     ):
         states_like(Raises(parameters()), 0, (3,), (1,), torch.float32, CPU)
-    big, _ = states_like(
+    big, _, _ = states_like(
         torch.optim.AdamW(parameters()), 0, shape, (shape[1], 1), torch.float32, CPU
     )
     assert sum(leaf.nbytes for leaf in big) == 2 * 4 << 27
