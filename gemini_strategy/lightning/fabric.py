@@ -111,8 +111,7 @@ class FabricStrategy(EngineStrategy):
             names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise self._misconfiguration(
                 f"strategy='gemini' trains a model with exactly one optimizer; fabric.setup() got {names}. Put all"
-                " trainable parameters into one torch.optim.AdamW, torch.optim.Adam, gemini_strategy.HybridAdam or"
-                " gemini_strategy.CPUAdam, with a parameter group for each setting."
+                " trainable parameters into one, with a parameter group for each setting."
             )
         return self._set_up(module, optimizers[0]), optimizers, scheduler
 

@@ -276,8 +276,7 @@ class Strategy(StepLogs, StepSchedule, Checkpoints, TrainerRanks):
         self._reset_optimizers_and_schedulers()
         raise self._misconfiguration(
             f"strategy='gemini' trains with exactly one optimizer; configure_optimizers returned {names or 'none'}."
-            " Put all trainable parameters into one torch.optim.AdamW, torch.optim.Adam,"
-            " gemini_strategy.HybridAdam or gemini_strategy.CPUAdam, with a parameter group for each setting."
+            " Put all trainable parameters into one, with a parameter group for each setting."
             + (
                 " Models that are trained in turn, as a GAN's, are set up one by one: Fabric(strategy='gemini'), and"
                 " fabric.setup(model, optimizer) for each."

@@ -49,6 +49,22 @@ def test_fit(tree: str, precision: str) -> None:
     compare(tree, precision, max_epochs=2)
 
 
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("name", ["SGD", "Adafactor", "RMSprop"])
+def test_an_optimizer_that_is_not_adam(name: str, precision: str, tree: str) -> None:
+    """The bits of Lightning's own strategy with it."""
+    given = {"optimizer": name, "schedule": "step"}
+    ours = make(tree, **given)
+    fit(tree, ours, precision=precision, max_epochs=2)
+    theirs = make_reference(tree, precision, **given)
+    fit_reference(tree, theirs, precision=precision, max_epochs=2)
+    assert ours.losses == theirs.losses
+    state = ours.state_dict()
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(state[key].to(value.dtype), value), key
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("policy", ["gemini_cpu", "gemini_cuda"])
 def test_fit_under_each_policy(precision: str, policy: str) -> None:
