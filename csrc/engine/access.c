@@ -202,8 +202,7 @@ static gm_status begin_states(gm_engine *engine, uint32_t id)
                gm_engine_name(engine, id));
     GM_TRY(gm_call_begin(engine));
     uint32_t chunk = engine->params[id].place.chunk;
-    gm_status status = gm_update_check_between(engine, chunk);
-    status = status == GM_OK ? gm_update_issue(engine, chunk) : status;
+    gm_status status = begin_write(engine, chunk);
     return status == GM_OK ? GM_OK : gm_call_end(engine, status);
 }
 
