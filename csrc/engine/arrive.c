@@ -256,6 +256,7 @@ static gm_status sum_all(gm_engine *engine, const uint32_t *params, uint32_t n, 
     *out_waited = false;
     engine->arrive.wants_sums = true;
     GM_TRY(check_not_used_up(engine, params, n));
+    GM_TRY(gm_is_opaque(engine) ? gm_update_issue_all(engine) : GM_OK);
     gm_speculation_note_norm(engine);
     GM_TRY(gm_gradient_reduce_all(engine));
     if (engine->device->is_paper) { /* no gradient has bytes */

@@ -116,23 +116,35 @@ static size_t wanted_bytes(const gm_engine *engine, uint32_t chunk)
     return is_there ? 0 : bytes;
 }
 
+static gm_status check_room(const gm_engine *engine, uint32_t chunk, size_t held, size_t limit)
+{
+    size_t wanted = wanted_bytes(engine, chunk);
+    uint32_t first = engine->chunk_params[engine->chunk_states[chunk].first_param];
+    GM_FAIL_IF(
+        wanted > 0 && held + wanted > limit, GM_ERR_NOMEM,
+        "DEVICE: %s wanted for the update of %s and what shares its chunk, %s of the %s that "
+        "are left for chunks are in use at this moment: raise device_budget, or let go of "
+        "tensors that show weights; nothing has changed",
+        gm_wanted(wanted).text, gm_engine_name(engine, first), gm_there(held).text,
+        gm_there(limit).text);
+    return GM_OK;
+}
+
 gm_status gm_opaque_check_room(gm_engine *engine, const gm_update *updates, uint32_t n)
 {
     size_t held = 0, limit = gm_room_limit(engine);
+    uint32_t n_chunks = gm_layout_n_chunks(engine->layout);
     if (!gm_is_opaque(engine) || engine->room.shed_limit != SIZE_MAX) { /* which an update lifts */
         return GM_OK;
     }
-    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+    for (uint32_t chunk = 0; chunk < n_chunks; chunk++) {
         held += held_bytes(engine, chunk);
     }
+    for (uint32_t chunk = 0; chunk < n_chunks; chunk++) { /* of the last step */
+        GM_TRY(gm_is_pending(engine, chunk) ? check_room(engine, chunk, held, limit) : GM_OK);
+    }
     for (uint32_t i = 0; i < n; i++) {
-        size_t wanted = wanted_bytes(engine, engine->params[updates[i].param].place.chunk);
-        GM_FAIL_IF(wanted > 0 && held + wanted > limit, GM_ERR_NOMEM,
-                   "DEVICE: %s wanted for the update of %s, %s of the %s that are left for chunks "
-                   "are in use at this moment: raise device_budget, or let go of tensors that show "
-                   "weights; nothing has changed",
-                   gm_wanted(wanted).text, gm_engine_name(engine, updates[i].param),
-                   gm_there(held).text, gm_there(limit).text);
+        GM_TRY(check_room(engine, engine->params[updates[i].param].place.chunk, held, limit));
     }
     return GM_OK;
 }
@@ -223,7 +235,8 @@ static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task)
 static gm_status send_home(gm_engine *engine, uint32_t chunk)
 {
     for (int piece = GM_WEIGHT; engine->room.plan && piece <= GM_STATE; piece++) {
-        if (!gm_plan_place(engine->room.plan, chunk, (gm_piece)piece)->is_resident) {
+        const gm_place *place = gm_plan_place(engine->room.plan, chunk, (gm_piece)piece);
+        if (place->length > 0 && !place->is_resident) {
             GM_TRY(gm_chunks_send_home(engine->chunks, chunk, (gm_piece)piece));
         }
     }

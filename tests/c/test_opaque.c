@@ -16,7 +16,7 @@
 enum {
     N_SEEDS = 160,
     N_STEPS = 12,
-    MOST_PARAMS = 14,
+    MOST_PARAMS = 32,
     MOST_UNITS = 5,
     MOST_LINKS = MOST_UNITS * MOST_PARAMS,
     MOST_NUMEL = 2500,
@@ -29,8 +29,9 @@ typedef struct model {
     gm_engine_param spec;
     gm_dtype grad_dtype;
     uint8_t *weight, *low, *grad, *states;
+    uint8_t *stepped; /* the gradient at the step */
     bool has_grad, is_in_pass;
-    bool is_coming; /* in the step that comes or runs */
+    bool is_coming; /* in the step that comes, runs, or has left updates for later */
     float scale;    /* of its gradient there */
     uint32_t n_calls;
 } model;
@@ -38,7 +39,8 @@ typedef struct model {
 typedef struct world {
     uint64_t random, aside; /* aside: of what happens inside updates, whose order plans decide */
     gm_device *device;
-    bool is_chaos, is_late, writes_grads, asks_room;
+    bool is_chaos, writes_grads, asks_room, defers;
+    bool is_behind, is_taken; /* a step is, or has been taken; since the last gm_engine_issue */
     gm_engine *engine;
     model params[MOST_PARAMS];
     uint32_t n_params, n_units;
@@ -56,7 +58,7 @@ typedef struct world {
 static struct {
     unsigned long long plans, breaks, deviations, evictions, immediate, late, written, calls,
         errors;
-    unsigned long long shed, reserved, others, no_room, staying, stateless;
+    unsigned long long shed, reserved, others, no_room, staying, stateless, behind;
 } met;
 
 static uint64_t seed;
@@ -153,19 +155,21 @@ static void model_new(world *w, model *p, gm_dtype format, bool has_low, bool is
 {
     static const uint64_t bytes[] = {0, 1, 4, 513, 4096, MOST_STATES};
     bool has_grad = !chance(w, 6), has_moments = has_grad && !chance(w, 8);
-    p->spec = (gm_engine_param){.numel = chance(w, 12) ? draw(w, 2) : 1 + draw(w, MOST_NUMEL - 1),
-                                .weight_bytes = (uint32_t)gm_dtype_bytes(format),
-                                .format = format,
-                                .has_low = has_moments && has_low && format != GM_F32,
-                                .has_moments = has_moments,
-                                .has_grad = has_grad};
+    p->spec = (gm_engine_param){
+        .numel = chance(w, 12) ? draw(w, 2) : MOST_NUMEL / 4 + draw(w, MOST_NUMEL * 3 / 4),
+        .weight_bytes = (uint32_t)gm_dtype_bytes(format),
+        .format = format,
+        .has_low = has_moments && has_low && format != GM_F32,
+        .has_moments = has_moments,
+        .has_grad = has_grad};
     p->spec.state_bytes = has_moments && p->spec.numel > 0 ? bytes[draw(w, 6)] : 0;
     p->grad_dtype = is_grad_f32 ? GM_F32 : format;
     p->weight = calloc(MOST_NUMEL, 4);
     p->low = calloc(MOST_NUMEL, 4);
     p->grad = calloc(MOST_NUMEL, 4);
     p->states = calloc(MOST_STATES, 1);
-    CHECK(p->weight && p->low && p->grad && p->states);
+    p->stepped = calloc(MOST_NUMEL, 4);
+    CHECK(p->weight && p->low && p->grad && p->states && p->stepped);
     met.stateless += has_moments && p->spec.state_bytes == 0;
 }
 
@@ -177,6 +181,7 @@ static model model_copy(const model *p)
     copy.low = memcpy(malloc(4 * MOST_NUMEL), p->low, 4 * MOST_NUMEL);
     copy.grad = memcpy(malloc(4 * MOST_NUMEL), p->grad, 4 * MOST_NUMEL);
     copy.states = memcpy(malloc(MOST_STATES), p->states, MOST_STATES);
+    copy.stepped = memcpy(malloc(4 * MOST_NUMEL), p->stepped, 4 * MOST_NUMEL);
     return copy;
 }
 
@@ -186,6 +191,7 @@ static void model_free(model *p)
     free(p->low);
     free(p->grad);
     free(p->states);
+    free(p->stepped);
 }
 
 /* ---- the function ---- */
@@ -254,6 +260,7 @@ static gm_status step_one(world *w, uint32_t id, const gm_opaque_call *call)
     gm_engine_opaque_place(w->engine, id, &at);
     CHECK(gm_engine_chunk_of(w->engine, id) == call->chunk);
     CHECK(p->is_coming && p->n_calls++ == 0);
+    met.behind += w->is_taken;
     CHECK(call->late_scale || (call->grad_scale >= p->scale && call->grad_scale <= p->scale));
     CHECK(p->spec.state_bytes == 0 || at.states % GM_ALIGN == 0);
     job *j = malloc(sizeof *j);
@@ -276,7 +283,11 @@ static gm_status step_one(world *w, uint32_t id, const gm_opaque_call *call)
     if (call->late_scale) {
         gm_note_access(w->device, call->late_scale, sizeof(float), false, call->stream);
     }
-    mix(p, p->weight, p->low, p->grad, p->states, p->scale, w->writes_grads);
+    if (w->is_behind) { /* another gradient may have begun */
+        memcpy(j->before.grad, p->stepped, grad_bytes(p));
+    }
+    mix(p, p->weight, p->low, w->writes_grads ? p->grad : j->before.grad, p->states, p->scale,
+        w->writes_grads);
     return w->device->ops->host_call(w->device, run_job, j, call->stream);
 }
 
@@ -284,7 +295,6 @@ static gm_status run(void *context, const gm_opaque_call *call, bool *wrote_grad
 {
     world *w = context;
     atomic_store(&w->is_inside, true);
-    CHECK(!call->late_scale || w->is_late);
     met.late += call->late_scale != NULL;
     if (!w->has_waiter && chance_aside(w, 40)) { /* any other call waits */
         CHECK(pthread_create(&w->waiter, NULL, drain_elsewhere, w) == 0);
@@ -317,13 +327,14 @@ static void check_fields(world *w, uint32_t id)
 {
     static uint8_t read[MOST_STATES + 4 * MOST_NUMEL];
     const model *p = &w->params[id];
-    CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_WEIGHT, 0, p->spec.numel, read));
-    CHECK(memcmp(read, p->weight, weight_bytes(p)) == 0);
     CHECK(gm_engine_has_grad(w->engine, id) == p->has_grad);
     if (p->has_grad) {
         CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_GRAD, 0, p->spec.numel, read));
+        CHECK(!w->is_taken || p->n_calls == (p->is_coming && p->spec.numel > 0));
         CHECK(memcmp(read, p->grad, grad_bytes(p)) == 0);
     }
+    CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_WEIGHT, 0, p->spec.numel, read));
+    CHECK(memcmp(read, p->weight, weight_bytes(p)) == 0);
     if (p->spec.has_low) {
         CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_LOW, 0, p->spec.numel, read));
         CHECK(memcmp(read, p->low, low_bytes(p)) == 0);
@@ -373,12 +384,45 @@ static void add_lease(world *w)
     w->leases[w->n_leases++] = lease;
 }
 
+/* Of all gradients; ids: the parameters that may have one. */
+static uint32_t norm_of(const world *w, uint32_t *ids, gm_sumsq *out)
+{
+    uint32_t n = 0;
+    memset(out, 0, sizeof *out);
+    for (uint32_t id = 0; id < w->n_params; id++) {
+        const model *p = &w->params[id];
+        if (p->spec.has_grad) {
+            ids[n++] = id;
+        }
+        if (p->has_grad) {
+            gm_sumsq_host(p->grad, p->grad_dtype, p->spec.numel, out, NULL);
+        }
+    }
+    return n;
+}
+
+/* Behind what the step's updates make of gradients. */
+static void check_norm(world *w)
+{
+    uint32_t ids[MOST_PARAMS];
+    gm_sumsq found, want;
+    uint32_t n = norm_of(w, ids, &want);
+    CHECK_OK(gm_engine_sumsq(w->engine, ids, n, &found, 0));
+    for (uint32_t id = 0; id < w->n_params && w->is_behind; id++) {
+        const model *p = &w->params[id];
+        CHECK(p->n_calls == (p->is_coming && p->spec.numel > 0));
+    }
+    (void)norm_of(w, ids, &want);
+    double one = gm_sumsq_value(&found), other = gm_sumsq_value(&want);
+    CHECK(memcmp(&one, &other, sizeof one) == 0);
+}
+
 /* What the program does between two calls of its model. */
 static void do_something(world *w)
 {
     uint32_t id = (uint32_t)draw(w, w->n_params);
     model *p = &w->params[id];
-    switch (draw(w, 9)) {
+    switch (draw(w, 10)) {
     case 0:
     case 1: add_lease(w); break;
     case 2: end_leases(w); break;
@@ -391,6 +435,7 @@ static void do_something(world *w)
         CHECK_OK(gm_engine_states_write(w->engine, id, p->states, 0));
         break;
     case 6: CHECK_OK(gm_engine_check(w->engine)); break;
+    case 7: check_norm(w); break;
     default: check_fields(w, id); break;
     }
     check_leases(w);
@@ -480,6 +525,9 @@ static gm_status put_grad(world *w, uint32_t id)
                                          .src_dtype = GM_F32,
                                          .numel = p->spec.numel},
                      NULL);
+    if (w->is_behind && w->writes_grads) { /* else the model would add before that write */
+        CHECK_OK(gm_engine_issue(w->engine));
+    }
     add_grad(p, grad, p->spec.format); /* the update may come within the call */
     gm_status status = gm_engine_grad_put(w->engine, id, grad, p->spec.format, 0);
     memset(grad, 0xff, sizeof grad);
@@ -529,6 +577,28 @@ static gm_status backward(world *w, uint64_t shape, bool is_busy)
 
 /* ---- steps ---- */
 
+static void end_waiter(world *w)
+{
+    if (w->has_waiter) {
+        CHECK(pthread_join(w->waiter, NULL) == 0);
+    }
+    w->has_waiter = false;
+}
+
+/* Each parameter of the step was stepped, once. */
+static void end_step(world *w)
+{
+    CHECK_OK(gm_engine_issue(w->engine));
+    end_waiter(w);
+    w->is_behind = w->is_taken = false;
+    for (uint32_t id = 0; id < w->n_params; id++) {
+        model *p = &w->params[id];
+        CHECK(p->n_calls == (p->is_coming && p->spec.numel > 0));
+        p->is_coming = false;
+        p->n_calls = 0;
+    }
+}
+
 static uint32_t list_updates(world *w, bool is_before_backward, gm_update *out)
 {
     uint32_t n = 0;
@@ -540,6 +610,8 @@ static uint32_t list_updates(world *w, bool is_before_backward, gm_update *out)
                            .bias_correction = true,
                            .clip_factor = 1,
                            .grad_divisor = chance(w, 3) ? 8 : 1};
+    end_step(w);
+    w->writes_grads = chance(w, 4);
     for (uint32_t id = 0; id < w->n_params; id++) {
         model *p = &w->params[id];
         gm_adam_scalars scalars;
@@ -558,20 +630,12 @@ static uint32_t list_updates(world *w, bool is_before_backward, gm_update *out)
 /* A clip whose factor the host need not see. */
 static void clip(world *w, gm_update *updates, uint32_t n)
 {
-    uint32_t ids[MOST_PARAMS], n_ids = 0;
-    gm_sumsq want = {{0}, 0, 0};
+    uint32_t ids[MOST_PARAMS];
+    gm_sumsq want;
     gm_clip found;
     float norm, seen;
     bool has_waited;
-    for (uint32_t id = 0; id < w->n_params; id++) {
-        if (w->params[id].spec.has_grad) {
-            ids[n_ids++] = id;
-        }
-        if (w->params[id].has_grad) {
-            gm_sumsq_host(w->params[id].grad, w->params[id].grad_dtype, w->params[id].spec.numel,
-                          &want, NULL);
-        }
-    }
+    uint32_t n_ids = norm_of(w, ids, &want);
     gm_clip_args args = {
         .sums = &want, .n = 1, .max_norm = chance(w, 2) ? 0.1 : 1e9, .out = &found, .norm = &norm};
     gm_clip_host(&args);
@@ -580,34 +644,6 @@ static void clip(world *w, gm_update *updates, uint32_t n)
     for (uint32_t i = 0; i < n; i++) {
         updates[i].hyper.grad_divisor = 1;
         w->params[updates[i].param].scale = found.scale;
-    }
-}
-
-static void end_waiter(world *w)
-{
-    if (w->has_waiter) {
-        CHECK(pthread_join(w->waiter, NULL) == 0);
-    }
-    w->has_waiter = false;
-}
-
-static uint32_t count_calls(const world *w)
-{
-    uint32_t n = 0;
-    for (uint32_t id = 0; id < w->n_params; id++) {
-        n += w->params[id].n_calls;
-    }
-    return n;
-}
-
-/* Each parameter of the step was stepped, once. */
-static void check_stepped(world *w)
-{
-    for (uint32_t id = 0; id < w->n_params; id++) {
-        model *p = &w->params[id];
-        CHECK(p->n_calls == (p->is_coming && p->spec.numel > 0));
-        p->is_coming = false;
-        p->n_calls = 0;
     }
 }
 
@@ -630,26 +666,31 @@ static bool train_step(world *w, uint64_t shape, bool is_busy)
     gm_update updates[MOST_PARAMS];
     bool wants_arm = chance(w, 2), is_armed = false;
     uint32_t n_micro = chance(w, 3) ? 2 : 1, n = 0;
-    w->writes_grads = chance(w, 4);
     for (uint32_t micro = 0; micro < n_micro; micro++) {
         bool is_last = micro + 1 == n_micro;
         forward(w, shape, GM_ENTER_GRAD, is_busy);
         if (is_last && wants_arm) {
             n = list_updates(w, true, updates);
             CHECK_OK(gm_engine_arm(w->engine, updates, n, true, &is_armed));
+            for (uint32_t id = 0; id < w->n_params; id++) {
+                w->params[id].is_coming &= is_armed;
+            }
         }
         if (backward(w, shape, is_busy && !is_armed) != GM_OK) {
             return false;
         }
     }
     n = is_armed ? n : list_updates(w, false, updates);
-    w->is_late = !wants_arm && chance(w, 3);
-    if (w->is_late) {
+    bool is_late = !wants_arm && chance(w, 3);
+    if (is_late) {
         clip(w, updates, n);
     }
+    for (uint32_t id = 0; id < w->n_params; id++) {
+        memcpy(w->params[id].stepped, w->params[id].grad, grad_bytes(&w->params[id]));
+    }
+    w->is_behind = true;
     gm_status (*step)(gm_engine *, const gm_update *, uint32_t, gm_stream) =
-        w->is_late ? gm_engine_step_clipped : gm_engine_step;
-    uint64_t version = gm_engine_grads_version(w->engine);
+        is_late ? gm_engine_step_clipped : gm_engine_step;
     gm_status status = step(w->engine, updates, n, 0);
     if (status == GM_ERR_NOMEM) { /* nothing has changed */
         CHECK(strstr(gm_last_error(), "for the update of"));
@@ -659,11 +700,13 @@ static bool train_step(world *w, uint64_t shape, bool is_busy)
     if (status != GM_OK) {
         return false;
     }
-    w->is_late = false;
-    end_waiter(w);
-    bool has_written = w->writes_grads && !is_armed && count_calls(w) > 0;
-    CHECK((gm_engine_grads_version(w->engine) != version) == has_written || is_armed);
-    check_stepped(w);
+    w->is_taken = true;
+    if (n > 0 && !wants_arm && chance(w, 4)) {
+        check_fields(w, updates[n - 1].param);
+    }
+    if (!w->defers || chance(w, 4)) {
+        end_step(w);
+    }
     check_leases(w);
     CHECK_OK(gm_engine_check(w->engine));
     for (uint32_t id = 0; id < w->n_params; id++) {
@@ -764,7 +807,7 @@ static void engine_new(world *w, gm_workers *workers)
         .unit_params = w->unit_params,
         .unit_begin = w->unit_begin,
         .n_units = w->n_units,
-        .chunk_bytes = 4 * MOST_NUMEL + draw(w, 4) * 3 * BLOCK,
+        .chunk_bytes = gm_dtype_bytes(format) * MOST_NUMEL + draw(w, 2) * 2 * BLOCK,
         .device_budget = SIZE_MAX,
         .host_budget = SIZE_MAX,
         .host_limit = SIZE_MAX,
@@ -774,7 +817,7 @@ static void engine_new(world *w, gm_workers *workers)
         .state_share = (double)draw(w, 5) / 4,
         .outside_bytes = outside_bytes,
         .outside_context = w,
-        .opaque = {run, w},
+        .opaque = {run, w, w->defers},
     };
     CHECK_OK(gm_engine_new(&options, &w->engine));
     w->device = options.device;
@@ -834,8 +877,9 @@ static void play(bool is_chaos, gm_workers *workers)
     device_name = is_chaos ? "chaos" : "host";
     w->n_params = 1 + (uint32_t)draw(w, MOST_PARAMS);
     w->n_units = 1 + (uint32_t)draw(w, MOST_UNITS);
-    w->asks_room = chance(w, 2);
+    w->asks_room = chance(w, 3);
     w->fails_in = chance(w, 5) ? 2 + (uint32_t)draw(w, 60) : 0;
+    w->defers = w->fails_in == 0 && chance(w, 2);
     engine_new(w, workers);
     fill(w);
     uint64_t shapes[2] = {next_random(&w->random), UINT64_MAX};
@@ -847,6 +891,11 @@ static void play(bool is_chaos, gm_workers *workers)
             forward(w, shape, 0, true); /* an evaluation */
         }
         is_alive = train_step(w, shape, is_busy);
+    }
+    if (is_alive && w->defers && chance(w, 2)) { /* what is left fails, if there is anything */
+        w->fails_in = 2;
+        is_alive = gm_engine_issue(w->engine) == GM_OK;
+        w->fails_in = 0;
     }
     end_waiter(w);
     gm_engine_stats stats;
@@ -891,14 +940,14 @@ int main(void)
     printf("opaque: updates %llu, of them late %llu, that wrote gradients %llu; plans %llu, left "
            "%llu, passes that deviated %llu, evictions %llu, armed %llu, ends by an error %llu, "
            "room given %llu and taken %llu, on other threads %llu, refusals %llu, chunks that stay "
-           "%llu, parameters without states %llu\n",
+           "%llu, parameters without states %llu, updated behind their step's call %llu\n",
            met.calls, met.late, met.written, met.plans, met.breaks, met.deviations, met.evictions,
            met.immediate, met.errors, met.reserved, met.shed, met.others, met.no_room, met.staying,
-           met.stateless);
+           met.stateless, met.behind);
     if (!one) {
         CHECK(met.calls && met.late && met.written && met.plans && met.breaks && met.deviations);
         CHECK(met.evictions && met.immediate && met.errors && met.reserved && met.shed);
-        CHECK(met.others && met.no_room && met.staying && met.stateless);
+        CHECK(met.others && met.no_room && met.staying && met.stateless && met.behind);
     }
     return 0;
 }
