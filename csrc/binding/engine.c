@@ -371,22 +371,17 @@ static PyObject *core_plan_info(core *self, PyObject *Py_UNUSED(unused))
     gm_engine *engine = gm_py_engine_of(self);
     GM_PY_TRY(engine);
     gm_engine_stats stats;
-    gm_engine_ref(engine);
-    Py_BEGIN_ALLOW_THREADS
-    gm_engine_get_stats(engine, &stats);
-    gm_engine_lock(engine); /* who holds it may want the GIL */
-    Py_END_ALLOW_THREADS
-    const gm_plan *plan = gm_engine_plan(engine);
-    int collects = PyGC_Disable(); /* a finalizer may want the lock */
-    PyObject *info = plan ? gm_py_plan_info(plan, stats.chunks) : Py_NewRef(Py_None);
-    if (collects) {
-        PyGC_Enable();
-    }
-    Py_BEGIN_ALLOW_THREADS
-    gm_engine_unlock(engine);
-    gm_engine_unref(engine);
-    Py_END_ALLOW_THREADS
-    return info;
+    gm_class *classes = NULL;
+    gm_plan_info info;
+    bool has_plan = false;
+    GM_WITHOUT_GIL(engine, gm_engine_get_stats(engine, &stats),
+                   classes = malloc(((size_t)stats.chunks + 1) * sizeof *classes),
+                   has_plan = classes && gm_engine_plan(engine, &info, classes));
+    PyObject *result = !classes    ? PyErr_NoMemory()
+                       : !has_plan ? Py_NewRef(Py_None)
+                                   : gm_py_plan_info(&info, classes, stats.chunks);
+    free(classes);
+    return result;
 }
 
 /* free() them; NULL: no memory. */

@@ -8,11 +8,11 @@ static const char *const piece_names[GM_N_PIECES] = {"weight", "state", "grad", 
                                                      "unreduced"};
 static const char *const tick_names[] = {"enter", "touch", "grad"}; /* of gm_tick_kind */
 
-static PyObject *classes_of(const gm_plan *plan, uint32_t n_chunks)
+static PyObject *names_of(const gm_class *classes, uint32_t n_chunks)
 {
     PyObject *list = PyList_New(0);
     for (uint32_t chunk = 0; list && chunk < n_chunks; chunk++) {
-        list = gm_py_append(list, PyUnicode_FromString(class_names[gm_plan_class(plan, chunk)]));
+        list = gm_py_append(list, PyUnicode_FromString(class_names[classes[chunk]]));
     }
     return list;
 }
@@ -38,9 +38,8 @@ static PyObject *by_class(const size_t *values)
         X(kept_gathered_bytes), X(unreduced_ring_bytes), X(n_kept), X(n_speculated),             \
         X(spare_bytes), X(prefetch), X(n_ops), X(hash)
 
-PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
+PyObject *gm_py_plan_info(const gm_plan_info *info, const gm_class *classes, uint32_t n_chunks)
 {
-    const gm_plan_info *info = gm_plan_get_info(plan);
 #define ROW(name)         \
     {                     \
         #name, info->name \
@@ -64,7 +63,7 @@ PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks)
         gm_py_put(dict, "bytes_of_class", by_class(info->bytes_of_class)) < 0 ||
         gm_py_put(dict, "n_frozen_of_class", by_class(frozen)) < 0 ||
         gm_py_put(dict, "frozen_bytes_of_class", by_class(info->frozen_bytes_of_class)) < 0 ||
-        gm_py_put(dict, "classes", classes_of(plan, n_chunks)) < 0 ||
+        gm_py_put(dict, "classes", names_of(classes, n_chunks)) < 0 ||
         gm_py_put(dict, "rates", gm_py_rates(&info->rates)) < 0 ||
         gm_py_put(dict, "when", PyUnicode_FromString(when)) < 0;
     return gm_py_unless(dict, failed);

@@ -12,7 +12,7 @@ PyObject *gm_py_rates(const gm_rates *rates);
 int gm_py_rates_parse(PyObject *sequence, gm_rates *out);
 /* A new dict of gm_plan_info and the class of every chunk; keys in plan.c.  NULL with an exception
  * set. */
-PyObject *gm_py_plan_info(const gm_plan *plan, uint32_t n_chunks);
+PyObject *gm_py_plan_info(const gm_plan_info *info, const gm_class *classes, uint32_t n_chunks);
 /* A new dict of one chunk; keys in plan.c.  NULL with an exception set. */
 PyObject *gm_py_chunk(const gm_engine_chunk *chunk);
 /* A new list of one dict per entry; keys in plan.c.  For a finished timeline. */

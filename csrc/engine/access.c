@@ -51,10 +51,11 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_
     GM_TRY(gm_call_begin(engine));
     gm_status status = field == GM_FIELD_GRAD ? gm_gradient_check_unused(engine, id) : GM_OK;
     status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
-    if (status == GM_OK && field != GM_FIELD_GRAD) {
+    if (status == GM_OK && (field != GM_FIELD_GRAD || gm_is_opaque(engine))) {
         status = gm_watch_poll(engine);
         status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
-    } else if (status == GM_OK) {
+    }
+    if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_gradient_reduce(engine, p->place.chunk);
     }
     if (status == GM_OK && part.n > 0) {
@@ -200,8 +201,7 @@ static gm_status begin_states(gm_engine *engine, uint32_t id, uint64_t first, ui
     GM_TRY(gm_opaque_check_states(engine, id, first, n));
     GM_TRY(gm_call_begin(engine));
     uint32_t chunk = engine->params[id].place.chunk;
-    gm_status status = gm_update_check_between(engine, chunk);
-    status = status == GM_OK ? gm_update_issue(engine, chunk) : status;
+    gm_status status = begin_write(engine, chunk);
     return status == GM_OK ? GM_OK : gm_call_end(engine, status);
 }
 

@@ -53,7 +53,7 @@ static gm_status complete(gm_engine *engine, uint32_t chunk, gm_stream stream)
     GM_TRY(gm_pass_tick(engine, GM_TICK_GRAD, chunk, stream));
     /* Else the plan has just issued it, or wants it under the next forward. */
     if (!engine->pass.is_following) {
-        GM_TRY(gm_update_issue(engine, chunk));
+        GM_TRY(gm_update_issue_early(engine, chunk));
     }
     for (uint32_t i = 0; i < state->n_params; i++) {
         gm_gradient_use_up(engine, &engine->params[engine->chunk_params[state->first_param + i]]);
@@ -256,6 +256,7 @@ static gm_status sum_all(gm_engine *engine, const uint32_t *params, uint32_t n, 
     *out_waited = false;
     engine->arrive.wants_sums = true;
     GM_TRY(check_not_used_up(engine, params, n));
+    GM_TRY(gm_is_opaque(engine) ? gm_update_issue_all(engine) : GM_OK);
     gm_speculation_note_norm(engine);
     GM_TRY(gm_gradient_reduce_all(engine));
     if (engine->device->is_paper) { /* no gradient has bytes */

@@ -50,9 +50,11 @@ gm_status gm_call_begin(gm_engine *engine)
 {
     GM_TRY(gm_check_process(engine->owner)); /* before a lock that nobody here may hold */
     pthread_mutex_lock(&engine->lock);
-    notice_failed_update(engine);
-    gm_status status = gm_call_check(engine);
-    status = status == GM_OK ? gm_opaque_check_call(engine) : status;
+    gm_status status = gm_opaque_wait(engine);
+    if (status == GM_OK) {
+        notice_failed_update(engine);
+        status = gm_call_check(engine);
+    }
     status = status == GM_OK ? free_ended_leases(engine) : status;
     if (status != GM_OK) {
         gm_engine_unlock(engine);
@@ -79,6 +81,10 @@ gm_status gm_call_end(gm_engine *engine, gm_status status)
 bool gm_engine_salvage(gm_engine *engine, char *text, size_t size)
 {
     pthread_mutex_lock(&engine->lock);
+    if (gm_opaque_wait(engine) != GM_OK) { /* what runs is not over */
+        gm_engine_unlock(engine);
+        return false;
+    }
     notice_failed_update(engine);
     gm_status joined = gm_ranks_check(engine);
     if (joined != GM_OK && engine->dead == GM_OK) {

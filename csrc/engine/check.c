@@ -16,6 +16,11 @@ static gm_status check_counts(const gm_engine *engine, uint32_t chunk)
     GM_FAIL_IF(n_held != state->n_held || n_unreduced != state->n_unreduced, GM_ERR_STATE,
                "chunk %u: %u gradients and %u before their sum, %u and %u counted", chunk, n_held,
                n_unreduced, state->n_held, state->n_unreduced);
+    GM_FAIL_IF(gm_chunks_pins(engine->chunks, chunk, GM_STATE) +
+                       gm_chunks_pins(engine->chunks, chunk, GM_GRAD) >
+                   0,
+               GM_ERR_STATE, "chunk %u: states or gradient are pinned for an update that is over",
+               chunk);
     return state->update != GM_UPDATE_ARMED || engine->update.is_armed
                ? GM_OK
                : GM_FAIL(GM_ERR_STATE, "chunk %u: its update waits for a backward that is over",

@@ -40,11 +40,6 @@ size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece 
     return gm_round_up(gm_engine_piece_bytes(engine, chunk, piece), engine->device->block_bytes);
 }
 
-void gm_engine_lock(gm_engine *engine)
-{
-    pthread_mutex_lock(&engine->lock);
-}
-
 /* The only place that lets the lock go: the thread that writes a checkpoint may wait for that
  * (saving.c). */
 void gm_engine_unlock(gm_engine *engine)

@@ -45,8 +45,10 @@ typedef struct gm_opaque_call {
 } gm_opaque_call;
 
 /* Of an optimizer whose states are bytes to the engine.  run: GM_OK, or an error that closes the
- * engine; *wrote_grads: it has changed the gradients.  It calls nothing of the engine.  defers: it
- * may run behind the step, too, until gm_engine_issue. */
+ * engine; *wrote_grads: it has changed the gradients.  It runs without the engine's lock.  Calls of
+ * its thread are refused, those of others wait for its end; what asks for room (reserve, shed) and
+ * what only shows the engine is served.  defers: it may run behind the step, too, until
+ * gm_engine_issue. */
 typedef struct gm_opaque {
     gm_status (*run)(void *context, const gm_opaque_call *call, bool *wrote_grads);
     void *context;
@@ -320,12 +322,8 @@ typedef struct gm_engine_chunk {
 } gm_engine_chunk;
 /* out (n_chunks,), as gm_engine_get_stats has it.  Waits for nothing. */
 void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out);
-/* The plan that is followed, or NULL; valid until the next call that may plan or run out of
- * memory. */
-const gm_plan *gm_engine_plan(const gm_engine *engine);
-/* Around reading what other threads' calls change, the plan among it. */
-void gm_engine_lock(gm_engine *engine);
-void gm_engine_unlock(gm_engine *engine);
+/* Of the plan that is followed, with the classes of chunks, (n_chunks,); false: there is none. */
+bool gm_engine_plan(gm_engine *engine, gm_plan_info *out, gm_class *out_classes);
 /* Logs from now on what is done and when it runs; the log is the caller's at the end, also when
  * that fails (*out may then be NULL). */
 gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity);

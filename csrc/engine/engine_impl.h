@@ -337,7 +337,10 @@ typedef struct gm_arrivals {
 
 typedef struct gm_opaques {
     gm_opaque caller; /* run NULL: updates are Adam's */
-    bool is_running;  /* on the thread that has the lock */
+    bool is_running;  /* on `thread`, which has let the lock go */
+    pthread_t thread;
+    pthread_cond_t ended;
+    atomic_ullong n_written; /* chunks whose gradients it has changed, so far */
 } gm_opaques;
 
 struct gm_engine {
@@ -492,6 +495,7 @@ static inline size_t gm_sums_bytes(const gm_engine *engine)
 gm_status gm_engine_check_param(const gm_engine *engine, uint32_t id);
 /* As errors name it. */
 const char *gm_engine_name(const gm_engine *engine, uint32_t id);
+void gm_engine_unlock(gm_engine *engine);
 size_t gm_engine_piece_bytes(const gm_engine *engine, uint32_t chunk, gm_piece piece);
 /* Bytes of its blocks. */
 size_t gm_engine_piece_blocks(const gm_engine *engine, uint32_t chunk, gm_piece piece);
@@ -734,25 +738,31 @@ void gm_speculation_forget(gm_engine *engine);
 
 /* opaque.c */
 void gm_opaque_init(gm_engine *engine, const gm_engine_options *options);
+void gm_opaque_free(gm_engine *engine);
 void gm_opaque_lay_out(gm_engine *engine); /* the parameters of chunks are known */
 static inline bool gm_is_opaque(const gm_engine *engine)
 {
     return engine->opaque.caller.run != NULL;
 }
-gm_status gm_opaque_check_call(const gm_engine *engine); /* no update runs */
 /* The parameter has these bytes of states. */
 gm_status gm_opaque_check_states(const gm_engine *engine, uint32_t id, uint64_t first, uint64_t n);
+/* With the lock: for the end of an update on another thread; an error where it is this one. */
+gm_status gm_opaque_wait(gm_engine *engine);
 /* Without leaving the plan: *out is whether the chunk has all on the device, or will. */
 gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out);
+/* An error, and nothing has changed: these chunks' updates find no room beside what is in use. */
+gm_status gm_opaque_check_room(gm_engine *engine, const gm_update *updates, uint32_t n);
+/* All of the chunk is on the device, until gm_opaque_update has ended.  An error: nothing is. */
+gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk);
 gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
 /* update.c */
 gm_status gm_update_new(gm_engine *engine);
 void gm_update_free(gm_engine *engine);
-gm_status gm_update_issue(gm_engine *engine, uint32_t chunk); /* its pending update, if any */
-/* The same as an operation of the plan, which an opaque update that finds no room does not leave:
- * it stays pending. */
-gm_status gm_update_issue_planned(gm_engine *engine, uint32_t chunk);
+/* Its pending update, if any.  An opaque one that finds no room (GM_ERR_NOMEM) stays pending. */
+gm_status gm_update_issue(gm_engine *engine, uint32_t chunk);
+/* Where it may come later: one that finds no room now stays pending, and a plan is not left. */
+gm_status gm_update_issue_early(gm_engine *engine, uint32_t chunk);
 gm_status gm_update_issue_some(gm_engine *engine, uint32_t most);
 gm_status gm_update_issue_all(gm_engine *engine); /* every pending update */
 /* Tasks for every chunk that has any of the updates (sorted by parameter): pending, or armed. */

@@ -366,7 +366,7 @@ gm_status gm_gradient_check_unused(const gm_engine *engine, uint32_t param)
 
 uint64_t gm_engine_grads_version(const gm_engine *engine)
 {
-    return atomic_load(&engine->gradient.version);
+    return atomic_load(&engine->gradient.version) + atomic_load(&engine->opaque.n_written);
 }
 
 gm_status gm_gradient_reduce_all(gm_engine *engine)

@@ -1,5 +1,4 @@
 /* life.c - making the engine and what it takes from the start, and its end. */
-#define _XOPEN_SOURCE 700 /* recursive mutexes */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -66,6 +65,7 @@ static void engine_free(gm_engine *engine)
     free(engine->unit_begin);
     gm_names_unref(engine->names);
     gm_unit_free(engine);
+    gm_opaque_free(engine);
     free(engine->chunk_states);
     free(engine->chunk_params);
     pthread_mutex_destroy(&engine->lock);
@@ -75,6 +75,7 @@ static void engine_free(gm_engine *engine)
 void gm_engine_finish_updates(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
+    (void)gm_opaque_wait(engine);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     gm_engine_unlock(engine);
@@ -83,6 +84,7 @@ void gm_engine_finish_updates(gm_engine *engine)
 void gm_engine_leave_ranks(gm_engine *engine)
 {
     pthread_mutex_lock(&engine->lock);
+    (void)gm_opaque_wait(engine);
     gm_ranks_leave(engine);
     gm_engine_unlock(engine);
 }
@@ -312,11 +314,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
         options->device->ops->free(options->device);
         return GM_FAIL(GM_ERR_NOMEM, "HOST: engine: %zu bytes", sizeof *engine);
     }
-    pthread_mutexattr_t kind; /* torch asks for room while an opaque update runs */
-    pthread_mutexattr_init(&kind);
-    pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
-    pthread_mutex_init(&engine->lock, &kind);
-    pthread_mutexattr_destroy(&kind);
+    pthread_mutex_init(&engine->lock, NULL);
     engine->owner = getpid();
     atomic_init(&engine->references, 1);
     engine->device = options->device;

@@ -5,16 +5,20 @@
  * one parameter after the other, each at a multiple of GM_ALIGN.
  *
  * Invariants
- *   1. While the function runs the chunk's three pieces are pinned and the engine is locked. Its
- *      thread calls nothing of the engine but what asks for room for others (room.c), which keeps
- *      a plan that is followed: an operation of that plan may be what runs.
- *   2. Its first error closes the engine.
- *   3. An update that begins ends before the call that has issued it.  One that is still to be
+ *   1. While the function runs the chunk's three pieces are pinned, and nothing is half done.  The
+ *      engine's lock is free: the function wants locks of others (the GIL, torch's allocator's)
+ *      which their owners may hold while they ask the engine for room.
+ *   2. Meanwhile what asks for room (room.c) and what only shows the engine is served.  It may end
+ *      with the plan left: who issues updates looks at the plan anew behind each.  All other calls
+ *      wait for the update's end, or are refused on its own thread.
+ *   3. Its first error closes the engine.
+ *   4. An update that begins ends before the call that has issued it.  One that is still to be
  *      issued when the step returns is issued at last by gm_engine_issue, which the caller calls
  *      before the numbers that the function reads become others.
+ *   5. It may write the gradient: who reads that issues it before.
  *
- * The host may wait in: gm_room_pin, for room; on devices whose streams the function knows nothing
- * of (the host), for the chunk's copies. */
+ * The host may wait in: gm_room_pin, for room; gm_opaque_wait; on devices whose streams the
+ * function knows nothing of (the host), for the chunk's copies. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -24,6 +28,13 @@ enum { N_PIECES = GM_N_OWN_PIECES };
 void gm_opaque_init(gm_engine *engine, const gm_engine_options *options)
 {
     engine->opaque.caller = options->opaque;
+    atomic_init(&engine->opaque.n_written, 0);
+    pthread_cond_init(&engine->opaque.ended, NULL);
+}
+
+void gm_opaque_free(gm_engine *engine)
+{
+    pthread_cond_destroy(&engine->opaque.ended);
 }
 
 void gm_opaque_lay_out(gm_engine *engine)
@@ -58,11 +69,15 @@ void gm_engine_opaque_place(const gm_engine *engine, uint32_t id, gm_opaque_plac
     };
 }
 
-gm_status gm_opaque_check_call(const gm_engine *engine)
+gm_status gm_opaque_wait(gm_engine *engine)
 {
-    GM_FAIL_IF(engine->opaque.is_running, GM_ERR_STATE,
+    gm_opaques *o = &engine->opaque;
+    GM_FAIL_IF(o->is_running && pthread_equal(o->thread, pthread_self()), GM_ERR_STATE,
                "the optimizer's step() has used a parameter of the managed model, and not only "
                "those of its param_groups");
+    while (o->is_running) {
+        pthread_cond_wait(&o->ended, &engine->lock);
+    }
     return GM_OK;
 }
 
@@ -86,6 +101,65 @@ gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out)
     return GM_OK;
 }
 
+/* Of the chunk's blocks on the device those that nothing moves off it now. */
+static size_t held_bytes(const gm_engine *engine, uint32_t chunk)
+{
+    size_t bytes = 0;
+    for (int piece = 0; piece < GM_N_PIECES; piece++) {
+        bool is_held = gm_chunks_pins(engine->chunks, chunk, (gm_piece)piece) > 0 ||
+                       (piece < N_PIECES && gm_stays(engine, chunk));
+        bytes += is_held ? gm_engine_piece_blocks(engine, chunk, (gm_piece)piece) : 0;
+    }
+    return bytes;
+}
+
+/* What the update needs beside all that; 0: it finds all of it on the device. */
+static size_t wanted_bytes(const gm_engine *engine, uint32_t chunk)
+{
+    size_t bytes = 0;
+    bool is_there = true;
+    for (int piece = 0; piece < N_PIECES; piece++) {
+        is_there &= gm_chunks_is_resident(engine->chunks, chunk, (gm_piece)piece);
+        bytes += gm_chunks_pins(engine->chunks, chunk, (gm_piece)piece) > 0
+                     ? 0
+                     : gm_engine_piece_blocks(engine, chunk, (gm_piece)piece);
+    }
+    return is_there ? 0 : bytes;
+}
+
+static gm_status check_room(const gm_engine *engine, uint32_t chunk, size_t held, size_t limit)
+{
+    size_t wanted = wanted_bytes(engine, chunk);
+    uint32_t first = engine->chunk_params[engine->chunk_states[chunk].first_param];
+    GM_FAIL_IF(
+        wanted > 0 && held + wanted > limit, GM_ERR_NOMEM,
+        "DEVICE: %s wanted for the update of %s and what shares its chunk, %s of the %s that "
+        "are left for chunks are in use at this moment: raise device_budget, or let go of "
+        "tensors that show weights; nothing has changed",
+        gm_wanted(wanted).text, gm_engine_name(engine, first), gm_there(held).text,
+        gm_there(limit).text);
+    return GM_OK;
+}
+
+gm_status gm_opaque_check_room(gm_engine *engine, const gm_update *updates, uint32_t n)
+{
+    size_t held = 0, limit = gm_room_limit(engine);
+    uint32_t n_chunks = gm_layout_n_chunks(engine->layout);
+    if (!gm_is_opaque(engine) || engine->room.shed_limit != SIZE_MAX) { /* which an update lifts */
+        return GM_OK;
+    }
+    for (uint32_t chunk = 0; chunk < n_chunks; chunk++) {
+        held += held_bytes(engine, chunk);
+    }
+    for (uint32_t chunk = 0; chunk < n_chunks; chunk++) { /* of the last step */
+        GM_TRY(gm_is_pending(engine, chunk) ? check_room(engine, chunk, held, limit) : GM_OK);
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        GM_TRY(check_room(engine, engine->params[updates[i].param].place.chunk, held, limit));
+    }
+    return GM_OK;
+}
+
 /* The task's parameters, (n_ranges,) of them. */
 static void list_params(const gm_engine *engine, uint32_t chunk, const gm_task *task, uint32_t *out)
 {
@@ -99,6 +173,20 @@ static void list_params(const gm_engine *engine, uint32_t chunk, const gm_task *
             }
         }
     }
+}
+
+/* Invariants 1 and 2. */
+static gm_status call_without_lock(gm_engine *engine, const gm_opaque_call *what, bool *wrote_grads)
+{
+    gm_opaques *o = &engine->opaque;
+    o->is_running = true;
+    o->thread = pthread_self();
+    gm_engine_unlock(engine);
+    gm_status status = o->caller.run(o->caller.context, what, wrote_grads);
+    pthread_mutex_lock(&engine->lock);
+    o->is_running = false;
+    pthread_cond_broadcast(&o->ended);
+    return status;
 }
 
 static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *wrote_grads)
@@ -119,27 +207,37 @@ static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, bo
     uint32_t entry =
         gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), what.stream);
-    engine->opaque.is_running = true;
-    gm_status status = engine->opaque.caller.run(engine->opaque.caller.context, &what, wrote_grads);
-    engine->opaque.is_running = false;
+    gm_status status = call_without_lock(engine, &what, wrote_grads);
     gm_timeline_end(engine->timeline, entry, what.stream);
     free(params);
     return status;
+}
+
+/* The norm of these gradients is another one now, for all who know it. */
+static void outdate_sums(gm_engine *engine, uint32_t chunk)
+{
+    const gm_chunk_state *state = &engine->chunk_states[chunk];
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
+        p->sum = p->sum == GM_SUM_RIGHT ? GM_SUM_STALE : p->sum;
+    }
+    atomic_fetch_add(&engine->opaque.n_written, 1);
 }
 
 static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->update.stream;
-    const gm_use uses[] = {
-        {GM_WEIGHT, GM_WRITE, stream}, {GM_STATE, GM_WRITE, stream}, {GM_GRAD, GM_READ, stream}};
+    /* Behind all that a write of the gradient has to come behind: only the end tells. */
+    gm_use uses[] = {
+        {GM_WEIGHT, GM_WRITE, stream}, {GM_STATE, GM_WRITE, stream}, {GM_GRAD, GM_WRITE, stream}};
     bool wrote_grads = false;
-    GM_TRY(gm_chunks_note_readers(chunks, chunk, GM_WEIGHT, engine->call.stream));
     GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, N_PIECES));
     gm_status status = call(engine, chunk, task, &wrote_grads);
+    uses[GM_GRAD].work = wrote_grads ? GM_WRITE : GM_READ;
     gm_status ended = gm_chunks_end_all(chunks, chunk, uses, N_PIECES);
-    if (wrote_grads && status == GM_OK) {
-        status = gm_chunks_note_write(chunks, chunk, GM_GRAD);
+    if (wrote_grads) {
+        outdate_sums(engine, chunk);
     }
     return status == GM_OK ? ended : status;
 }
@@ -148,29 +246,41 @@ static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task)
 static gm_status send_home(gm_engine *engine, uint32_t chunk)
 {
     for (int piece = GM_WEIGHT; engine->room.plan && piece <= GM_STATE; piece++) {
-        if (!gm_plan_place(engine->room.plan, chunk, (gm_piece)piece)->is_resident) {
+        const gm_place *place = gm_plan_place(engine->room.plan, chunk, (gm_piece)piece);
+        if (place->length > 0 && !place->is_resident) {
             GM_TRY(gm_chunks_send_home(engine->chunks, chunk, (gm_piece)piece));
         }
     }
     return GM_OK;
 }
 
+static void unpin(gm_engine *engine, uint32_t chunk, int n_pieces)
+{
+    while (n_pieces-- > 0) {
+        gm_chunks_unpin_ordered(engine->chunks, chunk, (gm_piece)n_pieces);
+    }
+}
+
+gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk)
+{
+    /* Those that show the weights read on behind the update. */
+    gm_status status =
+        gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+    for (int piece = 0; status == GM_OK && piece < N_PIECES; piece++) {
+        status = gm_room_pin(engine, chunk, (gm_piece)piece, engine->update.stream);
+        if (status != GM_OK) {
+            unpin(engine, chunk, piece);
+        }
+    }
+    return status;
+}
+
 gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
-    gm_chunks *chunks = engine->chunks;
-    /* Others that show the weights read on behind the update. */
-    bool is_shown = gm_chunks_pins(chunks, chunk, GM_WEIGHT) > 0;
-    gm_status status = GM_OK;
-    int n_pinned = 0;
-    for (; status == GM_OK && n_pinned < N_PIECES; n_pinned += status == GM_OK) {
-        status = gm_room_pin(engine, chunk, (gm_piece)n_pinned, engine->update.stream);
-    }
-    status = status == GM_OK ? run(engine, chunk, task) : status;
-    while (n_pinned-- > 0) {
-        gm_chunks_unpin_ordered(chunks, chunk, (gm_piece)n_pinned);
-    }
-    if (status == GM_OK && is_shown) {
-        status = gm_chunks_wait_ready(chunks, chunk, GM_WEIGHT, engine->call.stream);
+    gm_status status = run(engine, chunk, task);
+    unpin(engine, chunk, N_PIECES);
+    if (status == GM_OK && gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
+        status = gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
     }
     return status == GM_OK ? send_home(engine, chunk) : status;
 }

@@ -144,7 +144,7 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
     case GM_OP_FETCH:
         /* A pending host update rewrites the home first; one on the device comes after the
          * fetch. */
-        GM_TRY(gm_update_issue_planned(engine, op->chunk));
+        GM_TRY(gm_update_issue_early(engine, op->chunk));
         return gm_chunks_prefetch(chunks, op->chunk, GM_WEIGHT, &is_done);
     case GM_OP_SPECULATE: return gm_update_speculate(engine, op->chunk);
     case GM_OP_GRAD_IN:
@@ -153,19 +153,26 @@ static gm_status run_op(gm_engine *engine, const gm_op *op)
                    : GM_OK;
     case GM_OP_GATHER: return gm_weights_prefetch(engine, op->chunk);
     case GM_OP_GRAD_OUT: return gm_chunks_send_home(chunks, op->chunk, GM_GRAD);
-    default: return gm_update_issue_planned(engine, op->chunk);
+    default: return gm_update_issue_early(engine, op->chunk);
     }
 }
 
+/* The plan whose operations are due; NULL: there is none, or it has been left. */
+static const gm_plan *plan_of_ops(const gm_engine *engine)
+{
+    return engine->room.plan ? engine->room.plan : engine->weights.collectives;
+}
+
 /* The operations of a tick from number `first` on; one that finds no room is the next_op of a
- * retry. */
+ * retry.  For lack of room any of them may leave the plan. */
 static gm_status run_ops(gm_engine *engine, const gm_trace *trace, uint32_t tick, uint32_t first)
 {
-    uint32_t n;
-    const gm_plan *plan = engine->room.plan ? engine->room.plan : engine->weights.collectives;
-    const gm_op *ops = gm_plan_ops(plan, trace->hash, tick, &n);
-    for (uint32_t i = first; i < n; i++) {
-        GM_TRY_ELSE(run_op(engine, &ops[i]), engine->pass.next_op = i);
+    uint32_t n = 0;
+    const gm_plan *plan = plan_of_ops(engine);
+    const gm_op *ops = plan ? gm_plan_ops(plan, trace->hash, tick, &n) : NULL;
+    for (uint32_t i = first; i < n && plan == plan_of_ops(engine); i++) {
+        gm_op op = ops[i];
+        GM_TRY_ELSE(run_op(engine, &op), engine->pass.next_op = i);
     }
     return GM_OK;
 }

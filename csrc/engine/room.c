@@ -140,12 +140,6 @@ void gm_engine_refusal(gm_engine *engine, char *text, size_t size)
     gm_engine_unlock(engine);
 }
 
-/* An opaque update runs as an operation of the plan, perhaps. */
-static bool keeps_plan(const gm_engine *engine)
-{
-    return engine->opaque.is_running && engine->room.plan;
-}
-
 bool gm_engine_reserve(gm_engine *engine, size_t bytes)
 {
     pthread_mutex_lock(&engine->lock);
@@ -154,12 +148,10 @@ bool gm_engine_reserve(gm_engine *engine, size_t bytes)
     if (!has_room && limit >= bytes) {
         gm_chunks_stats stats;
         gm_chunks_get_stats(engine->chunks, &stats);
-        held = stats.device_bytes;
-        if (held > limit - bytes && !keeps_plan(engine)) { /* the plan asks too much */
+        if (stats.device_bytes > limit - bytes) { /* the plan asks too much */
             (void)leave_plan(engine);
         }
-        gm_status status =
-            keeps_plan(engine) ? GM_OK : gm_chunks_set_limit(engine->chunks, limit - bytes, &held);
+        gm_status status = gm_chunks_set_limit(engine->chunks, limit - bytes, &held);
         has_room = note_refusal(engine, status, held <= limit - bytes);
     }
     gm_engine_unlock(engine);
@@ -172,10 +164,6 @@ bool gm_engine_shed(gm_engine *engine, size_t bytes)
     gm_chunks_stats stats;
     gm_chunks_get_stats(engine->chunks, &stats);
     size_t before = stats.device_bytes, held = before;
-    if (keeps_plan(engine)) {
-        gm_engine_unlock(engine);
-        return false;
-    }
     engine->room.shed_limit = before > bytes ? before - bytes : 0;
     gm_status status = leave_plan(engine);
     status = status == GM_OK ? gm_chunks_set_limit(engine->chunks, gm_room_limit(engine), &held)

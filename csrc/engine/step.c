@@ -137,6 +137,7 @@ static gm_status step(gm_engine *engine, const gm_update *updates, uint32_t n, b
     if (status == GM_OK) { /* nothing is written before these have passed */
         status = check_not_used_up(engine, sorted, n);
         status = status == GM_OK ? check_clip(engine, is_late) : status;
+        status = status == GM_OK ? gm_opaque_check_room(engine, sorted, n) : status;
         engine->step.is_late = status == GM_OK && is_late;
         status = status == GM_OK ? gm_gradient_reduce_all(engine) : status;
         engine->step.n_calls++;

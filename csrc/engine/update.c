@@ -373,6 +373,9 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     if (!gm_is_pending(engine, chunk)) {
         return GM_OK;
     }
+    if (gm_is_opaque(engine) && task->n_ranges > 0) {
+        GM_TRY(gm_opaque_pin(engine, chunk));
+    }
     move(engine, chunk, GM_UPDATE_NONE);
     if (task->n_ranges == 0) {
         return GM_OK;
@@ -383,24 +386,28 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     return status == GM_OK ? GM_OK : gm_engine_die(engine, status);
 }
 
-gm_status gm_update_issue_planned(gm_engine *engine, uint32_t chunk)
+gm_status gm_update_issue_early(gm_engine *engine, uint32_t chunk)
 {
     bool is_possible = true;
-    if (gm_is_opaque(engine) && gm_is_pending(engine, chunk)) {
+    if (gm_is_opaque(engine) && gm_is_pending(engine, chunk) && engine->room.plan) {
         GM_TRY(gm_opaque_prefetch(engine, chunk, &is_possible));
     }
-    return is_possible ? gm_update_issue(engine, chunk) : GM_OK;
+    gm_status status = is_possible ? gm_update_issue(engine, chunk) : GM_OK;
+    return status == GM_ERR_NOMEM && gm_is_pending(engine, chunk) ? GM_OK : status;
 }
 
 gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)
 {
     uint32_t n = gm_layout_n_chunks(engine->layout);
-    const uint32_t *order = engine->room.plan ? gm_plan_update_order(engine->room.plan) : NULL;
-    for (; engine->update.n_pending > 0 && engine->update.next_pending < n && most > 0;
-         engine->update.next_pending++) {
-        uint32_t chunk = order ? order[engine->update.next_pending] : engine->update.next_pending;
+    while (engine->update.n_pending > 0 && engine->update.next_pending < n && most > 0) {
+        const gm_plan *plan = engine->room.plan;
+        uint32_t next = engine->update.next_pending++;
+        uint32_t chunk = plan ? gm_plan_update_order(plan)[next] : next;
         most -= gm_is_pending(engine, chunk);
         GM_TRY(gm_update_issue(engine, chunk));
+        if (plan != engine->room.plan) { /* left for lack of room: the order is another one */
+            engine->update.next_pending = 0;
+        }
     }
     return GM_OK;
 }

@@ -63,9 +63,18 @@ void gm_engine_chunks(gm_engine *engine, gm_engine_chunk *out)
     gm_engine_unlock(engine);
 }
 
-const gm_plan *gm_engine_plan(const gm_engine *engine)
+bool gm_engine_plan(gm_engine *engine, gm_plan_info *out, gm_class *out_classes)
 {
-    return engine->room.plan;
+    pthread_mutex_lock(&engine->lock);
+    const gm_plan *plan = engine->room.plan;
+    if (plan) {
+        *out = *gm_plan_get_info(plan);
+    }
+    for (uint32_t id = 0; plan && id < gm_layout_n_chunks(engine->layout); id++) {
+        out_classes[id] = gm_plan_class(plan, id);
+    }
+    gm_engine_unlock(engine);
+    return plan != NULL;
 }
 
 gm_status gm_engine_timeline_begin(gm_engine *engine, uint32_t capacity)

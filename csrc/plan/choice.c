@@ -72,9 +72,13 @@ static void choose_classes(const gm_filling *f)
                            room->weights >= 1 || choice->of[c].is_kept ||
                            pick(&weight_carry, chunk->blocks[GM_WEIGHT], room->weights);
         bool is_frozen = chunk->numel == 0;
-        bool is_fitting = has_to || (!is_full && problem->is_trained[c] &&
-                                     chunk->blocks[GM_STATE] <= states_left);
-        is_full |= !is_frozen && !is_fitting;
+        /* Without states there is nothing to be given, but weights that are resident anyhow. */
+        bool has_states = chunk->blocks[GM_STATE] > 0;
+        bool is_fitting =
+            has_to ||
+            (problem->is_trained[c] &&
+             (has_states ? !is_full && chunk->blocks[GM_STATE] <= states_left : is_resident));
+        is_full |= !is_frozen && !is_fitting && has_states;
         gm_class cls;
         if (is_frozen) {
             cls = is_resident ? GM_CLASS_R : GM_CLASS_C2;

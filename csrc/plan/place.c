@@ -81,7 +81,7 @@ static gm_status set_length(gm_ring *ring)
         length = n == 0 ? 0 : largest + (ring->depth > 0 ? ring->depth - 1 : 0) * mean;
     }
     length = length < total ? length : total;
-    if (ring->piece == GM_STATE && n > 0) {
+    if (ring->piece == GM_STATE && n > 0 && !ring->problem->input->is_opaque) {
         uint32_t stage = gm_stage_least(ring->problem->input->block_bytes);
         length = length > stage ? length : stage;
     }

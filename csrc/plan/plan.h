@@ -95,7 +95,8 @@ typedef struct gm_plan_input {
     gm_policy policy;
     size_t block_bytes;
     uint32_t stage_blocks; /* of one chunk's states in their ring, at most (slices); 0: all */
-    bool is_opaque; /* no update runs on the host, and states have places in their ring, whole */
+    bool is_opaque;  /* no update runs on the host, and states have places in their ring, whole */
+    bool is_at_step; /* what the backward has not updated the step does, all of it */
     size_t device_bytes; /* for blocks: the budget less everything else at its peak */
     double state_share;  /* in [0, 1]: share of what the weights leave for states and gradients */
     size_t spare_bytes;  /* of the host, for speculation; 0, or if immediate: none */

@@ -428,7 +428,7 @@ static gm_status run_fixed(gm_search *s)
     s->n_left = n_questions(s->problem) < 24 ? n_questions(s->problem) : 24;
     for (uint32_t i = 0; i < n && !s->best.plan; i++) {
         uint32_t own = i + 1 < n;
-        gm_dials dials = {.depth = {own, 0, 2 * own},
+        gm_dials dials = {.depth = {own, s->problem->input->is_opaque ? 2 * own : 0, 2 * own},
                           .host = 1,
                           .weights = is_cpu ? 0 : 1,
                           .speculated = 1,

@@ -10,8 +10,11 @@
  * 2. The last of some equal steps counts, and it is never shorter than any one resource is busy.
  * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first
  *    slices come in as soon as slots are free, the others once Adam has begun; each goes home
- *    behind Adam.
- * 4. What is speculated is what the step does: no clip fires. */
+ *    behind Adam.  Opaque ones pass whole, each chunk's in its own blocks of the ring: a copy in,
+ *    the update, a copy out; how many chunks do so at once is the ring's length.
+ * 4. Updates that a backward has not run run under the next forward; or, as the input says
+ *    (is_at_step), between the two.
+ * 5. What is speculated is what the step does: no clip fires. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -120,7 +123,8 @@ static void claim(gm_replay *r, uint32_t chunk, gm_piece piece)
 
 static uint32_t copy(gm_replay *r, gm_lane lane, size_t bytes)
 {
-    bool is_outward = lane == GM_LANE_EVICT || lane == GM_LANE_GRAD_OUT;
+    bool is_outward =
+        lane == GM_LANE_EVICT || lane == GM_LANE_GRAD_OUT || lane == GM_LANE_STATE_OUT;
     *(is_outward ? &r->load->out : &r->load->in) += r->weight * (double)bytes;
     return gm_sim_add(&r->sim, lane, (double)bytes);
 }
@@ -246,6 +250,36 @@ static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds, bool is_
     return node;
 }
 
+static uint32_t update_in_place(gm_replay *r, uint32_t c, double seconds)
+{
+    gm_item *s = item(r, c, GM_STATE);
+    gm_sim_wait(&r->sim, r->norm);
+    for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        gm_sim_wait(&r->sim, item(r, c, (gm_piece)piece)->filled);
+    }
+    gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
+    uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
+    s->filled = s->used = node;
+    return node;
+}
+
+/* Of an opaque update. */
+static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds)
+{
+    gm_item *s = item(r, c, GM_STATE);
+    size_t bytes = chunk_of(r, c)->bytes[GM_STATE];
+    if (!s->is_there && bytes > 0) {
+        claim(r, c, GM_STATE);
+        s->filled = copy(r, GM_LANE_STATE, bytes);
+    }
+    uint32_t node = update_in_place(r, c, seconds);
+    if (bytes > 0) {
+        gm_sim_wait(&r->sim, node);
+        s->homed = copy(r, GM_LANE_STATE_OUT, bytes);
+    }
+    return node;
+}
+
 static void update_on_device(gm_replay *r, uint32_t c)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
@@ -254,15 +288,12 @@ static void update_on_device(gm_replay *r, uint32_t c)
     grad_in(r, c);
     fetch(r, c);
     r->load->compute += r->weight * seconds;
-    if (gm_is_state_streamed(cls)) {
-        node = stream_states(r, c, seconds, false, &s->homed);
+    if (!gm_is_state_streamed(cls)) {
+        node = update_in_place(r, c, seconds);
+    } else if (r->problem->input->is_opaque) {
+        node = pass_states(r, c, seconds);
     } else {
-        gm_sim_wait(&r->sim, r->norm);
-        gm_sim_wait(&r->sim, g->filled);
-        gm_sim_wait(&r->sim, w->filled);
-        gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
-        node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
-        s->filled = s->used = node;
+        node = stream_states(r, c, seconds, false, &s->homed);
     }
     g->used = w->filled = node;
     item(r, c, GM_GATHERED)->is_there = false;
@@ -412,13 +443,14 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
                         bool is_first, bool is_last, gm_load *loads)
 {
     bool is_immediate = r->problem->input->when == GM_IMMEDIATE;
-    uint32_t next_use = 0, next_open = 0;
+    bool is_at_step = r->problem->input->is_at_step;
+    uint32_t most_issued = is_at_step ? UINT32_MAX : GM_ISSUED_BY_STEP, next_use = 0, next_open = 0;
     r->pass++;
     r->is_last = is_last;
     for (uint32_t t = 0; t < course->n; t++) {
         const gm_tick *tick = &course->trace->ticks[t];
         r->tick = t;
-        bool has_updates = (is_first && t < course->backward) ||
+        bool has_updates = (is_first && !is_at_step && t < course->backward) ||
                            (is_immediate && is_last && t >= course->backward);
         r->load = &loads[has_updates ? 0 : 1];
         uint32_t n_before = r->sim.n;
@@ -483,8 +515,7 @@ static void follow_pass(gm_replay *r, const gm_course *course, const gm_schedule
         }
     }
     r->load = &loads[0];
-    for (uint32_t i = 0, n_issued = 0; is_last && i < r->plan->n && n_issued < GM_ISSUED_BY_STEP;
-         i++) {
+    for (uint32_t i = 0, n_issued = 0; is_last && i < r->plan->n && n_issued < most_issued; i++) {
         n_issued += r->chunks[r->plan->order[i]].is_pending;
         update(r, r->plan->order[i]);
     }

@@ -42,6 +42,24 @@ static inline void random_wishes(model *m, uint64_t *seed)
     m->input.spare_bytes = m->n_chunks % 3 * (whole_bytes(m) / 3); /* none, some, all */
 }
 
+/* The same of an opaque optimizer: states of any size, or none. */
+static inline void make_opaque(model *m, uint64_t *seed)
+{
+    uint64_t per_element = below(seed, 5);
+    m->input.is_opaque = true;
+    m->input.is_at_step = below(seed, 2) == 0;
+    m->input.stage_blocks = 0;
+    m->input.spare_bytes = 0;
+    for (uint32_t c = 0; c < m->n_chunks; c++) {
+        gm_plan_chunk *chunk = &m->chunks[c];
+        uint64_t bytes =
+            per_element == 4 ? 1 + below(seed, 3 * MODEL_BLOCK) : chunk->numel * per_element * 2;
+        chunk->bytes[GM_STATE] = chunk->numel > 0 && below(seed, 9) ? bytes : 0;
+        chunk->blocks[GM_STATE] =
+            (uint32_t)((chunk->bytes[GM_STATE] + MODEL_BLOCK - 1) / MODEL_BLOCK);
+    }
+}
+
 /* The plan for the input, or NULL where there is too little memory, which the error then says. */
 static inline gm_plan *checked_plan(const model *m)
 {
@@ -178,6 +196,7 @@ static inline bool choose_classes(const gm_problem *problem, uint64_t code, gm_c
         is_allowed &= chunk->numel > 0 || cls == GM_CLASS_R || cls == GM_CLASS_C2;
         is_allowed &= !chunk->must_reside || !gm_is_streamed(cls);
         is_allowed &= problem->is_trained[c] || !gm_is_state_streamed(cls);
+        is_allowed &= !problem->input->is_opaque || !problem->is_trained[c] || !gm_is_on_host(cls);
     }
     return is_allowed;
 }

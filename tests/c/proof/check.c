@@ -13,7 +13,9 @@
  * 7. A gradient that is summed over ranks has whole blocks while it grows, and what was summed before is on the device
  *    when the sum is added.
  * 8. Of a chunk that stays nothing leaves: class R, each piece in blocks of its own, and its gradient never goes home.
- * 9. What is speculated is of a complete gradient; the next update takes it in one step, and does without it in the next,
+ * 9. Opaque updates: none is on the host; weights, gradient and all of the states are on the device at once; and, as the
+ *    input says, the step leaves none of them to the next pass.
+ * 10. What is speculated is of a complete gradient; the next update takes it in one step, and does without it in the next,
  *    as when a clip fires. */
 #include <stdlib.h>
 #include <string.h>
@@ -303,8 +305,22 @@ static gm_status update(gm_model *m, uint32_t c)
     } else {
         GM_TRY(grad_in(m, c));
         GM_TRY(fetch(m, c));
-        if (cls != GM_CLASS_R) {
+        if (cls != GM_CLASS_R && m->input->chunks[c].blocks[GM_STATE] > 0) {
             GM_TRY(show(m, c, GM_STATE));
+        }
+    }
+    if (m->input->is_opaque) { /* invariant 9 */
+        const gm_place *states = place_of(m, c, GM_STATE);
+        VIOLATION_IF(m, is_host_class(m, c), "chunk %u of class %d is updated by an opaque update",
+                     c, (int)cls);
+        VIOLATION_IF(m,
+                     gm_plan_blocks(m->input, c, GM_STATE, states->is_resident) !=
+                         m->input->chunks[c].blocks[GM_STATE],
+                     "the states of chunk %u have a place for a part of them", c);
+        for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+            VIOLATION_IF(m, !is_on_device(m, c, piece),
+                         "chunk %u is updated, and its %s are not on the device", c,
+                         piece_names[piece]);
         }
     }
     VIOLATION_IF(m, is_host_class(m, c) ? !chunk->has_home_grad : !is_on_device(m, c, GM_GRAD),
@@ -316,7 +332,7 @@ static gm_status update(gm_model *m, uint32_t c)
     return GM_OK;
 }
 
-/* Invariant 9. */
+/* Invariant 10. */
 static gm_status speculate(gm_model *m, uint32_t c)
 {
     gm_model_chunk *chunk = &m->chunks[c];
@@ -529,6 +545,9 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
                 forget_grad(m, c); /* no optimizer takes it: zero_grad drops it */
             }
             m->chunks[c].has_result &= !m->fires;
+        }
+        for (uint32_t i = 0; i < m->input->n_chunks && m->input->is_at_step; i++) {
+            GM_TRY(update(m, gm_plan_update_order(m->plan)[i]));
         }
     }
     m->trace = NULL;
