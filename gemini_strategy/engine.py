@@ -300,7 +300,7 @@ class Engine(Uncopied, _C.Handle):
         """The inverse of state_dict(). The optimizer's part and the scaler's may be missing: theirs stay as they are.
 
         Raises:
-            ValueError: there is no model in it; nothing has been changed.
+            ValueError: there is no model in it, or the optimizer's part does not fit; nothing has been changed.
         """
         self._runtime.check_open()
         is_dict = isinstance(state, Mapping)
@@ -311,9 +311,12 @@ class Engine(Uncopied, _C.Handle):
                 "gave (with rank0_only=True that is empty on the other ranks). A model's own state_dict goes into "
                 "engine.load_model_state_dict"
             )
+        load = None
+        if "optimizer" in state:  # what does not fit is said before the model changes
+            load = managed.prepared(self._runtime, self._trained(), state["optimizer"])
         self.load_model_state_dict(state["model"])
-        if "optimizer" in state:
-            self.load_optimizer_state_dict(state["optimizer"])
+        if load is not None:
+            load()
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 

@@ -179,6 +179,7 @@ class _Loading:
             raise GeminiError(
                 f"{self.manifest.folder} has no state of an optimizer: model_only=True loads the weights alone"
             )
+        self._check_classes(saved.get("classes"))
         optimizer: Any = self._runtime.optimizer
         names = {id(slot.parameter): slot.name for slot in self._runtime.slots}
         here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -187,7 +188,6 @@ class _Loading:
             mine, its = {n for g in here for n in g}, {n for g in there for n in g}
             texts = [f"groups of {[len(g) for g in there]} there and {[len(g) for g in here]} here"]
             self._refuse("the optimizer", sorted(mine - its), sorted(its - mine), texts)
-        self._check_classes(saved.get("classes"))
         if self._runtime.opaque is not None:
             self._check_entries(saved)
             return

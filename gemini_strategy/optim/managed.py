@@ -598,13 +598,23 @@ def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> N
     Raises:
         ValueError: groups or shapes do not match; nothing has been changed then.
     """
-    if isinstance(optimizer, Several):
-        _load_several(engine, optimizer, state)
-        return
-    _prepared(engine, optimizer, state)()
+    prepared(engine, optimizer, state)()
 
 
-def _load_several(engine: Runtime, optimizers: Several, state: Mapping[str, Any]) -> None:
+def prepared(engine: Runtime, optimizer: Any, state: Mapping[str, Any]) -> Callable[[], None]:
+    """What loads a state dict; until it is called nothing has changed.
+
+    Raises:
+        ValueError: as load_state_dict.
+    """
+    if not isinstance(optimizer, Several):
+        return _prepared(engine, optimizer, state)
+    return _prepared_several(engine, optimizer, state)
+
+
+def _prepared_several(
+    engine: Runtime, optimizers: Several, state: Mapping[str, Any]
+) -> Callable[[], None]:
     states = state.get(_SEVERAL) or ()
     if len(states) != len(optimizers.parts):
         raise ValueError(
@@ -612,13 +622,17 @@ def _load_several(engine: Runtime, optimizers: Several, state: Mapping[str, Any]
             "load what engine.state_dict() gave of as many"
         )
     pairs = zip(optimizers.parts, states, strict=True)
-    for load in [_prepared(engine, part, each) for part, each in pairs]:
-        load()
+    loads = [_prepared(engine, part, each) for part, each in pairs]
+
+    def load() -> None:
+        for each in loads:
+            each()
+
+    return load
 
 
-def _prepared(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> Callable[[], None]:
-    """What loads a state dict that fits; until it is called nothing has changed."""
-    state = dict(state)
+def _prepared(engine: Runtime, optimizer: Any, given: Mapping[str, Any]) -> Callable[[], None]:
+    state = dict(given)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed
@@ -646,8 +660,8 @@ def _prepared(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> Callabl
             check_entry(slot.name, slot.shape, entry or {})
             work.append((parameter, entry))
     options = copy.deepcopy([{k: v for k, v in each.items() if k != "params"} for each in saved])
-    given = {parameter: entry for parameter, entry in work if entry}
-    return functools.partial(_load, optimizer, options, given)
+    entries = {parameter: entry for parameter, entry in work if entry}
+    return functools.partial(_load, optimizer, options, entries)
 
 
 def _load(optimizer: Any, options: list[dict[str, Any]], states: Mapping[Any, Any]) -> None:

@@ -357,7 +357,6 @@ def test_of_another_optimizer(tmp_path: Path) -> None:
         state = other.optimizer.state_dict()
         _refused(run, lambda run=run, state=state: run.optimizer.load_state_dict(state), "turned")
         whole = other.engine.state_dict()
-        whole["model"] = run.engine.model_state_dict()
         _refused(run, lambda run=run, whole=whole: run.engine.load_state_dict(whole), "turned")
     sgd.engine.load(tmp_path / "adam", model_only=True)
     assert flat(sgd.masters()) == flat(adam.masters())
@@ -524,3 +523,56 @@ def test_what_is_written_to_a_state_dict_is_written_to_the_states() -> None:
         for entry in each_run.optimizer.state_dict()["state"].values():
             entry["square_avg"].mul_(2)
     assert outcome(run.train(3, 5)) == outcome(want.train(3, 5))
+
+
+# ---- several optimizers -----------------------------------------------------------------------------
+
+
+class Two:
+    """One model with two optimizers, each of other parameters."""
+
+    def __init__(self, precision: str, seed: int = 0, **how: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        matrices = [p for p in self.model.parameters() if p.requires_grad and p.dim() == 2]
+        rest = [p for p in self.model.parameters() if p.requires_grad and p.dim() == 1]
+        self.optimizers = [Blocked(matrices), Counted(rest)]
+        given = {"device": "cpu", "chunk_size": 8192} | how
+        self.engine = gs.manage(self.model, self.optimizers, precision=precision, **given)
+
+    def train(self, first: int, last: int) -> Two:
+        for step in range(first, last):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            self.engine.backward(
+                self.model(x.to(self.model.first.weight.dtype)).float().square().mean()
+            )
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return self
+
+    def outcome(self) -> list[Any]:
+        states = [flat(optimizer.state_dict()) for optimizer in self.optimizers]
+        return [flat(self.engine.model_state_dict()), states, self.optimizers[1].calls]
+
+
+def test_two_optimizers_of_one_model(tmp_path: Path) -> None:
+    run = Two("bf16-true").train(0, 3)
+    run.engine.save(tmp_path / "saved")
+    torch.save(run.engine.state_dict(), tmp_path / "file.pt")
+    saved = run.outcome()
+    want = run.train(3, 6).outcome()
+    again = Two("bf16-true", seed=2, placement_policy="cpu").train(0, 1)
+    again.engine.load(tmp_path / "saved")
+    assert again.outcome() == saved
+    assert again.train(3, 6).outcome() == want
+    other = Two("bf16-true", seed=3)
+    other.engine.load_state_dict(torch.load(tmp_path / "file.pt"))
+    other.optimizers[1].calls = 3
+    assert other.outcome() == saved
+    assert other.train(3, 6).outcome() == want
+    one = Run("blocked", "bf16-true")
+    _refused(one, lambda: one.engine.load(tmp_path / "saved"), "Blocked and Counted", "Blocked")
+    with pytest.raises(ValueError, match="has 2 optimizers"):
+        other.engine.load_state_dict(one.engine.state_dict())
+    assert other.outcome() == want
