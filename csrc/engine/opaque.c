@@ -148,7 +148,8 @@ static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task)
 static gm_status send_home(gm_engine *engine, uint32_t chunk)
 {
     for (int piece = GM_WEIGHT; engine->room.plan && piece <= GM_STATE; piece++) {
-        if (!gm_plan_place(engine->room.plan, chunk, (gm_piece)piece)->is_resident) {
+        bool is_any = gm_engine_piece_bytes(engine, chunk, (gm_piece)piece) > 0;
+        if (is_any && !gm_plan_place(engine->room.plan, chunk, (gm_piece)piece)->is_resident) {
             GM_TRY(gm_chunks_send_home(engine->chunks, chunk, (gm_piece)piece));
         }
     }

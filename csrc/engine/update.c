@@ -395,12 +395,16 @@ gm_status gm_update_issue_planned(gm_engine *engine, uint32_t chunk)
 gm_status gm_update_issue_some(gm_engine *engine, uint32_t most)
 {
     uint32_t n = gm_layout_n_chunks(engine->layout);
-    const uint32_t *order = engine->room.plan ? gm_plan_update_order(engine->room.plan) : NULL;
-    for (; engine->update.n_pending > 0 && engine->update.next_pending < n && most > 0;
-         engine->update.next_pending++) {
-        uint32_t chunk = order ? order[engine->update.next_pending] : engine->update.next_pending;
+    const gm_plan *plan = engine->room.plan;
+    while (engine->update.n_pending > 0 && engine->update.next_pending < n && most > 0) {
+        uint32_t at = engine->update.next_pending++;
+        uint32_t chunk = plan ? gm_plan_update_order(plan)[at] : at;
         most -= gm_is_pending(engine, chunk);
         GM_TRY(gm_update_issue(engine, chunk));
+        if (engine->room.plan != plan) { /* an opaque update found no room, and has left it */
+            plan = engine->room.plan;
+            engine->update.next_pending = 0;
+        }
     }
     return GM_OK;
 }
