@@ -89,6 +89,21 @@ def check_accelerator(accelerator: Any) -> None:
         )
 
 
+def check_optim(name: str, where: str) -> None:
+    """A name of `TrainingArguments(optim=...)`, said `where`.
+
+    Raises:
+        GeminiError: it cannot be honoured.
+    """
+    if name in _IN_BACKWARD or name.endswith(_LAYERWISE):
+        same = name.removesuffix(_LAYERWISE)
+        instead = "'adamw_8bit' or 'adafactor'" if same == name else repr(same)
+        raise GeminiError(
+            f"{where} updates parameters by hooks of its own inside the backward, which would go past the engine: use "
+            f"{instead}; with max_grad_norm=0 Gemini updates inside the backward, too, and no gradient stays"
+        )
+
+
 def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
     """TrainingArguments, before anything is loaded; `has_optimizer`: `optim` will not be used.
 
@@ -96,14 +111,8 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
         GeminiError: an optimizer or a way of training that cannot be honoured.
     """
     optim = str(getattr(args.optim, "value", args.optim))
-    if not has_optimizer and (optim in _IN_BACKWARD or optim.endswith(_LAYERWISE)):
-        same = optim.removesuffix(_LAYERWISE)
-        instead = "optim='adamw_8bit' or optim='adafactor'" if same == optim else f"optim={same!r}"
-        raise GeminiError(
-            f"TrainingArguments(optim={optim!r}) updates parameters by hooks of its own inside the backward, which "
-            f"would go past the engine: use {instead}; with max_grad_norm=0 Gemini updates inside the backward, "
-            "too, and no gradient stays"
-        )
+    if not has_optimizer:
+        check_optim(optim, f"TrainingArguments(optim={optim!r})")
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise _other(f"TrainingArguments({name}=...)", what)
