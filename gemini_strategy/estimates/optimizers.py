@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.huggingface.refusals import check_optim
+from gemini_strategy.optim.names import check_name
 
 _LR = 1e-4  # changes no byte
 
@@ -64,7 +64,7 @@ def _of_trainer(name: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
         raise GeminiError(
             f"--optimizer {name} is none of a Trainer's ({', '.join(known)}): a class is given as module:Class"
         )
-    check_optim(name, f"--optimizer {name}")
+    check_name(name, f"--optimizer {name}")
     arguments: Any = SimpleNamespace(
         optim=OptimizerNames(name),
         optim_args=None,

@@ -8,10 +8,7 @@ from typing import Any
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
-
-# `optim=` of TrainingArguments whose optimizers step inside the backward, each parameter as its gradient comes.
-_IN_BACKWARD = ("lomo", "adalomo")
-_LAYERWISE = "_layerwise"
+from gemini_strategy.optim.names import check_name
 
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -89,21 +86,6 @@ def check_accelerator(accelerator: Any) -> None:
         )
 
 
-def check_optim(name: str, where: str) -> None:
-    """A name of `TrainingArguments(optim=...)`, said `where`.
-
-    Raises:
-        GeminiError: it cannot be honoured.
-    """
-    if name in _IN_BACKWARD or name.endswith(_LAYERWISE):
-        same = name.removesuffix(_LAYERWISE)
-        instead = "'adamw_8bit' or 'adafactor'" if same == name else repr(same)
-        raise GeminiError(
-            f"{where} updates parameters by hooks of its own inside the backward, which would go past the engine: use "
-            f"{instead}; with max_grad_norm=0 Gemini updates inside the backward, too, and no gradient stays"
-        )
-
-
 def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
     """TrainingArguments, before anything is loaded; `has_optimizer`: `optim` will not be used.
 
@@ -112,7 +94,7 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
     """
     optim = str(getattr(args.optim, "value", args.optim))
     if not has_optimizer:
-        check_optim(optim, f"TrainingArguments(optim={optim!r})")
+        check_name(optim, f"TrainingArguments(optim={optim!r})")
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise _other(f"TrainingArguments({name}=...)", what)
