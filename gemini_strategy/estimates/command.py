@@ -77,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*QUANTIZED, _AS_BF16),
         help="the linear layers' weights, with --lora: QLoRA; none: dequantized, whatever the configuration says",
     )
+    add(
+        "--optimizer",
+        metavar="NAME",
+        help="a name of TrainingArguments(optim=NAME), such as adamw_8bit or adafactor, or module:Class (AdamW)",
+    )
     add("--attention", help="attn_implementation of the model (sdpa, or eager if it has no other)")
     add("--gpu", type=_gpu, help=f"one of {', '.join(GPUS)} (the one that is here)")
     add("--rates", metavar="FILE", help="measured rates as JSON, in the place of the table's")
@@ -150,6 +155,7 @@ def _estimated(arguments: argparse.Namespace) -> int:
 
     from gemini_strategy.estimates.forecast import estimate
     from gemini_strategy.estimates.hugging_face import build_model
+    from gemini_strategy.estimates.optimizers import build_optimizer
 
     model: Any = build_model(
         Path(arguments.config),
@@ -167,6 +173,7 @@ def _estimated(arguments: argparse.Namespace) -> int:
     result = estimate(
         model,
         {"input_ids": ids, "labels": ids},
+        optimizer=build_optimizer(arguments.optimizer, model) if arguments.optimizer else None,
         gpu=arguments.gpu,
         rates=arguments.rates,
         device_budget=arguments.device_budget,

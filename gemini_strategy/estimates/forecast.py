@@ -27,6 +27,7 @@ from gemini_strategy.estimates.paper import (
 )
 from gemini_strategy.estimates.step import RecordedPass, StepFunction, record
 from gemini_strategy.memory.budget import DRIVER_RESERVE
+from gemini_strategy.optim.managed import moment_bytes
 from gemini_strategy.precision import Precision
 from gemini_strategy.report.verdict import Verdict, verdict
 from gemini_strategy.roots import joined, title
@@ -41,8 +42,6 @@ from gemini_strategy.sizes import (
 )
 
 _SAVING_BYTES = 64 << 20  # pieces of engine.save on their way
-# Bytes of a trained parameter in engine.state_dict(), whatever its weight has.
-_MASTERS_AND_MOMENTS = 12
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,9 @@ class Estimate:
             they have fetched as long as the budget has room.
         planned_peak_bytes: of planned steps: blocks of weights, states and gradients, with activations and what is
             around them.
+        optimizer: its class's name; "" where nothing is trained.
+        state_bytes: of its states, beside masters.
+        is_opaque: its own step() makes the updates, on the device.
         chunk_bytes: of weights in a chunk, as manage() would choose it.
         weight_bytes, gradient_bytes: of the weights that are computed with, and of the gradients that a pass leaves.
         activation_bytes: of both peaks the most that tensors of a pass hold (activations, their gradients, buffers).
@@ -131,6 +133,9 @@ class Estimate:
     schedules: tuple[Schedule, ...] = ()
     device_peak_bytes: int = 0
     planned_peak_bytes: int = 0
+    optimizer: str = ""
+    state_bytes: int = 0
+    is_opaque: bool = False
     chunk_bytes: int = 0
     weight_bytes: int = 0
     gradient_bytes: int = 0
@@ -374,6 +379,9 @@ def _forecast(forecaster: Forecaster, settings: Settings, *, has_gains: bool) ->
         trained=sum(slot.parameter.numel() for slot in slots if slot.has_moments),
         machine=forecaster.machine,
         settings=settings,
+        optimizer="" if paper.optimizer is None else type(paper.optimizer).__name__,
+        state_bytes=sum(moment_bytes(slot) for slot in slots if slot.has_moments),
+        is_opaque=paper.opaque is not None,
         chunk_bytes=arguments["chunk_bytes"],
         weight_bytes=sum(slot.parameter.numel() * slot.dtype.itemsize for slot in slots),
         gradient_bytes=sum(
@@ -401,8 +409,7 @@ def _forecast(forecaster: Forecaster, settings: Settings, *, has_gains: bool) ->
     most = max(int(s.plan["device_bytes"]) for s in schedules)
     on_host = most if settings.device.type == "cpu" else 0
     peak = PROCESS_BYTES + host_bytes + on_host
-    trained = base.trained * _MASTERS_AND_MOMENTS
-    frozen = sum(s.parameter.numel() * s.dtype.itemsize for s in slots if not s.has_moments)
+    masters = sum(s.parameter.numel() * (4 if s.has_low else s.dtype.itemsize) for s in slots)
     peaks = [forecaster.device_peaks(settings, schedule.when) for schedule in schedules]
     return replace(
         base,
@@ -416,7 +423,7 @@ def _forecast(forecaster: Forecaster, settings: Settings, *, has_gains: bool) ->
         host_peak_bytes=peak,
         model_bytes=sum(s.parameter.numel() * s.original_dtype.itemsize for s in slots),
         saving_peak_bytes=peak + _SAVING_BYTES,
-        state_dict_peak_bytes=peak + trained + frozen,
+        state_dict_peak_bytes=peak + masters + base.state_bytes,
         stats=stats,
         **(_changed(forecaster, settings, host_bytes, schedules) if has_gains else {}),
     )
@@ -457,7 +464,9 @@ def estimate(
         model: on any device, the meta device best; it is as before afterwards. Or a list of models, as for manage(),
             of which step_fn gets an nn.ModuleList.
         inputs: of the model, as (meta) tensors: one, a list of arguments, or a dict of them. Values do not count.
-        optimizer: as for manage(); None: AdamW over every parameter that requires a gradient.
+        optimizer: as for manage(), over parameters on the meta device, too; None: AdamW over every parameter that
+            requires a gradient. What others than Adam and AdamW keep is found by stepping tensors without bytes; how
+            fast they step is not known before a run, and Adam's rate on the device is taken.
         step_fn: (model, inputs) -> the loss, or None if it runs the backward itself. None: the model's own loss.
         gpu: a name of `gemini_strategy.estimates.machines.GPUS`, or a Machine; None: the GPU that is here.
         rates: measured figures in the place of the GPU's (see machine_of).
@@ -490,6 +499,8 @@ def estimate(
     settings = settings_of(given, machine)
     budgets = [parse_bytes(size, machine.memory, "sweep, a device_budget") for size in sweep]
     paper = PaperModel(model, optimizer, settings.device, settings.precision, ranks)
+    if paper.opaque is not None and settings.precision.is_mixed:  # as manage() has them
+        settings = replace(settings, is_grad_f32=True)
     recorded = record(
         model,
         inputs,

@@ -60,7 +60,21 @@ def _gain(gain: Gain) -> str:
     return f"{gain.more}: {', '.join(steps)}"
 
 
-def _rate_rows(machine: Machine) -> list[tuple[str, str]]:
+def _optimizer_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    """Of what is not stepped by the engine."""
+    if not estimate.is_opaque:
+        return []
+    each = estimate.state_bytes / max(estimate.trained, 1)
+    return [
+        (
+            "optimizer",
+            f"{estimate.optimizer}, {bytes_text(estimate.state_bytes)} of states, {each:.3g} bytes per trained "
+            "parameter; its own step() runs on the device, and is timed here as Adam's, not measured",
+        )
+    ]
+
+
+def _rate_rows(machine: Machine, steps_on_host: bool) -> list[tuple[str, str]]:
     """What copies, updates and products are taken to get, and what of it is no measurement."""
     rates, known = machine.rates, machine.measured
     copies = f"PCIe {rates['h2d'] / 1e9:.3g} GB/s to the device and {rates['d2h'] / 1e9:.3g} back"
@@ -70,13 +84,16 @@ def _rate_rows(machine: Machine) -> list[tuple[str, str]]:
     )
     products = f"products {machine.half / 1e12:.3g} TFLOPS"
     texts = {copies: {"h2d", "d2h"}, adam: {"host_adam"}, products: {"half"}}
+    if not steps_on_host:
+        del texts[adam]
     assumed = [text for text, names in texts.items() if not names <= known]
     rows = [("measured", "; ".join(text for text in texts if text not in assumed))]
     if machine.host and assumed:
         of_host = any(text is not products for text in assumed)
         text = f"{machine.host}: {'; '.join(assumed)}" if of_host else assumed[0]
         if of_host:
-            text += ". `gemini-strategy profile --json FILE` there and --rates FILE replace copies and Adam"
+            what = "copies and Adam" if steps_on_host else "copies"
+            text += f". `gemini-strategy profile --json FILE` there and --rates FILE replace {what}"
         rows.append(("assumed", text))
     return [row for row in rows if row[1]]
 
@@ -145,7 +162,8 @@ def _head_rows(estimate: Estimate) -> list[tuple[str, str]]:
             f"{each}{estimate.machine.name}; device budget {_budget(settings.device_budget)}, host budget "
             f'{_budget(settings.host_budget)}{of_each}, placement_policy "{settings.policy}"',
         ),
-        *_rate_rows(estimate.machine),
+        *_optimizer_rows(estimate),
+        *_rate_rows(estimate.machine, not estimate.is_opaque),
         *_host_budget_rows(estimate),
     ]
 

@@ -8,10 +8,7 @@ from typing import Any
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
-
-# `optim=` of TrainingArguments whose optimizers step inside the backward, each parameter as its gradient comes.
-_IN_BACKWARD = ("lomo", "adalomo")
-_LAYERWISE = "_layerwise"
+from gemini_strategy.optim.names import check_name
 
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -96,14 +93,8 @@ def check_arguments(args: Any, *, has_optimizer: bool = False) -> None:
         GeminiError: an optimizer or a way of training that cannot be honoured.
     """
     optim = str(getattr(args.optim, "value", args.optim))
-    if not has_optimizer and (optim in _IN_BACKWARD or optim.endswith(_LAYERWISE)):
-        same = optim.removesuffix(_LAYERWISE)
-        instead = "optim='adamw_8bit' or optim='adafactor'" if same == optim else f"optim={same!r}"
-        raise GeminiError(
-            f"TrainingArguments(optim={optim!r}) updates parameters by hooks of its own inside the backward, which "
-            f"would go past the engine: use {instead}; with max_grad_norm=0 Gemini updates inside the backward, "
-            "too, and no gradient stays"
-        )
+    if not has_optimizer:
+        check_name(optim, f"TrainingArguments(optim={optim!r})")
     for name, what in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
         if getattr(args, name, None):
             raise _other(f"TrainingArguments({name}=...)", what)

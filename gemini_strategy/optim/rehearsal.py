@@ -371,6 +371,8 @@ def states_like(
         GeminiError: the step fails, or cannot be run with fake tensors and the parameter is larger than 256 MiB.
     """
     name = type(optimizer).__name__
+    if device.type == "cuda" and not torch.cuda.is_available():  # an estimate of another machine
+        device = torch.device("cpu")
     stage = Stage(optimizer, device)
 
     def stepped(

@@ -399,7 +399,7 @@ def test_a_checkpoint_of_an_optimizer_by_its_name(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "galore_adamw_layerwise"])
 def test_an_optimizer_that_steps_inside_the_backward_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(gs.GeminiError, match=rf"optim='{name}'.*go past the engine: use optim="):
+    with pytest.raises(gs.GeminiError, match=rf"optim='{name}'.*go past the engine: use '"):
         make(tmp_path, optim=name)
 
 
