@@ -73,8 +73,8 @@ gm_status gm_opaque_wait(gm_engine *engine)
 {
     gm_opaques *o = &engine->opaque;
     GM_FAIL_IF(o->is_running && pthread_equal(o->thread, pthread_self()), GM_ERR_STATE,
-               "the optimizer's step() has used a parameter of the managed model, and not only "
-               "those of its param_groups");
+               "the optimizer's step() has used the managed model or its engine, and not only the "
+               "parameters of its param_groups");
     while (o->is_running) {
         pthread_cond_wait(&o->ended, &engine->lock);
     }
@@ -263,6 +263,7 @@ static void unpin(gm_engine *engine, uint32_t chunk, int n_pieces)
 
 gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk)
 {
+    GM_TRY(gm_saving_keep(engine, chunk)); /* these pins are no users, which may have written */
     /* Those that show the weights read on behind the update. */
     gm_status status =
         gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
