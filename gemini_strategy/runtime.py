@@ -238,6 +238,8 @@ class Runtime(Uncopied, Reporting):
             cause = self.opaque.take_error() if self.opaque is not None else None
             if cause is None or cause is error:
                 raise
+            if not isinstance(cause, Exception):  # KeyboardInterrupt, SystemExit
+                raise cause from error
             raise error from cause
 
     # ---- what hooks call ----
