@@ -238,6 +238,8 @@ class Runtime(Uncopied, Reporting):
             cause = self.opaque.take_error() if self.opaque is not None else None
             if cause is None or cause is error:
                 raise
+            if not isinstance(cause, Exception):  # KeyboardInterrupt, SystemExit
+                raise cause from error
             raise error from cause
 
     # ---- what hooks call ----
@@ -560,7 +562,9 @@ class Runtime(Uncopied, Reporting):
                 return loss
         self.settle()
         is_late = self.coming_step.is_late
-        if self.opaque is not None and self.coming_step.state is not State.ARMED:
+        if self.opaque is not None and self.coming_step.state is State.ARMED:
+            self.opaque.check_unwritten()
+        elif self.opaque is not None:
             self.opaque.begin()
         updates = [self._update(*item, divisor) for item in work]
         self.coming_step.check_announced(updates)
@@ -595,6 +599,8 @@ class Runtime(Uncopied, Reporting):
         self.coming_step.taken(self.scaler is None and self.core.wants_numbers())
         self.steps, self.half_done = self.steps + 1, None
         self.ranks.when = f" after step {self.steps}"
+        if self.opaque is not None:
+            self.opaque.finish()
 
     def _check_unknown(self) -> None:
         """A step finds no gradient of its own: nor has anybody put trained parameters into the model since manage()."""

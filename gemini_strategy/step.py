@@ -81,13 +81,18 @@ class Step:
         self.wants_numbers = False
         self._numbers: dict[int, tuple[Any, ...]] = {}  # of the step that is announced, by slot
         # The core may have updated weights; after the step: of the last one.
-        self._runs_inside = False
+        self._runs_inside = self._is_inside = False
         self.is_served = self.was_served = False
 
     @property
     def sees_gradients(self) -> bool:
         """Whether something here is to be done as a gradient arrives."""
         return self.state is State.ARMED or bool(self.clips) or self.wants_numbers
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward has begun the step, or is about to, and optimizer.step() has not ended it."""
+        return self.state is State.ARMED or self._is_inside
 
     def _move(self, to: State, clip: Clip | None = None) -> None:
         self.state, self.clip = to, clip
@@ -194,6 +199,7 @@ class Step:
         try:
             # Whether what was assigned has been written is looked at before a step: there is none inside a backward.
             self._runs_inside = runtime.core.arm(updates, not runtime.assigned)
+            self._is_inside = True
             yield
         except BaseException as error:
             closed = self.give_up(f"{type(error).__name__}: {error}")
@@ -202,6 +208,8 @@ class Step:
                     f"{closed}. Without step=True an error in a backward changes no weight"
                 )
             raise
+        finally:
+            self._is_inside = False
         self._numbers = {update[0]: update for update in updates}
         self._move(State.ARMED)
 

@@ -13,6 +13,10 @@ static gm_status fail_as_raised(void)
 {
     PyObject *error = gm_py_set_aside();
     PyObject *text = error ? PyObject_Str(error) : NULL;
+    if (text && PyObject_Size(text) == 0) { /* an interrupt has none */
+        Py_DECREF(text);
+        text = PyObject_Repr(error);
+    }
     const char *said = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
     gm_status status =
         GM_FAIL(GM_ERR_STATE, "the optimizer's step() failed: %s", said ? said : "no text");

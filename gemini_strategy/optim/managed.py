@@ -401,8 +401,10 @@ def install(engine: Runtime, optimizer: torch.optim.Optimizer) -> None:
         states = OpaqueStates(opaque.of(optimizer), engine.slot_of_states)
     for parameter, state in optimizer.state.items():
         slot = engine.slot_of(parameter)
-        if opaque is not None or not slot.has_moments:  # a frozen parameter's stays as it is
+        if not slot.has_moments:  # a frozen parameter's stays as it is
             states[parameter] = state
+        elif opaque is not None:
+            opaque.of(optimizer).move_in(slot, state)
         elif "exp_avg" in state:
             states[parameter].assign(_with_true_low(slot, state), is_copied=True)
     for slot in engine.slots:

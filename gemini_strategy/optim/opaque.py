@@ -28,6 +28,8 @@ from gemini_strategy.errors import GeminiError
 
 Path = tuple[str | int, ...]
 
+_ALIGN = 512  # bytes: as torch's allocator places a tensor
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -69,6 +71,45 @@ def text(path: Path) -> str:
 def is_kept_in_chunk(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a leaf goes where its parameter goes. Counters, and what is on another device, stay where they are."""
     return tensor.numel() > 1 and tensor.device == parameter.device
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an optimizer makes of one parameter.
+
+    Attributes:
+        places: the leaves that its chunk has, and where each begins among the parameter's bytes there.
+        nbytes: of all of them.
+        entry: with meta tensors as leaves.
+        devices: where the leaves are.
+        shared: paths of tensors that stay in Python, whatever their size.
+    """
+
+    places: tuple[tuple[Leaf, int], ...]
+    nbytes: int
+    entry: Any
+    devices: Mapping[Path, torch.device]
+    shared: frozenset[Path]
+
+    def dtypes(self) -> dict[Path, torch.dtype]:
+        """Of all leaves, in the chunk or not."""
+        return {path: tensor.dtype for path, tensor in leaves(self.entry)}
+
+    def __str__(self) -> str:
+        found = (
+            f"{text(leaf.path)} ({leaf.dtype} of shape {leaf.shape})" for leaf, _ in self.places
+        )
+        return ", ".join(found) or "none"
+
+    @classmethod
+    def of(cls, found: tuple[Leaf, ...], entry: Any, devices: Mapping[Path, torch.device]) -> Form:
+        places, end = [], 0
+        for leaf in found:
+            places.append((leaf, end))
+            end += (leaf.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+        own = {leaf.path for leaf in found}
+        shared = frozenset(path for path in devices if path not in own)
+        return cls(tuple(places), end, entry, devices, shared)
 
 
 def leaves(entry: Any) -> list[tuple[Path, torch.Tensor]]:

@@ -16,31 +16,30 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque, overrides, parts, rehearsal
-from gemini_strategy.optim.opaque import Leaf, Path, is_kept_in_chunk, leaves, with_leaves
+from gemini_strategy.optim.chunk_tensors import StandIn, on_stream, tensor_at
+from gemini_strategy.optim.opaque import Form, Leaf, Path, is_kept_in_chunk, leaves, with_leaves
 from gemini_strategy.optim.opaque_states import Copies
+from gemini_strategy.optim.stage import way_of
+from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.weakly import weak_method
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
 
-_ALIGN = 512  # bytes: as torch's allocator places a tensor
 _SAME = (
     0.0,
     0.9,
@@ -50,97 +49,12 @@ _SAME = (
 )  # hyperparameters of Adam that the core takes and nothing reads
 
 
-@dataclass(frozen=True)
-class Form:
-    """What an optimizer makes of one parameter.
-
-    Attributes:
-        places: the leaves that its chunk has, and where each begins among the parameter's bytes there.
-        nbytes: of all of them.
-        entry: with meta tensors as leaves.
-        devices: where the leaves are.
-        shared: paths of tensors that stay in Python, whatever their size.
-    """
-
-    places: tuple[tuple[Leaf, int], ...]
-    nbytes: int
-    entry: Any
-    devices: Mapping[Path, torch.device]
-    shared: frozenset[Path]
-
-    @classmethod
-    def of(cls, found: tuple[Leaf, ...], entry: Any, devices: Mapping[Path, torch.device]) -> Form:
-        places, end = [], 0
-        for leaf in found:
-            places.append((leaf, end))
-            end += (leaf.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-        own = {leaf.path for leaf in found}
-        shared = frozenset(path for path in devices if path not in own)
-        return cls(tuple(places), end, entry, devices, shared)
+_NAMES = ("params", "param_names")
 
 
-def _at(
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """A plain tensor on dense memory of the engine, which does not own it."""
-    n_bytes = torch.Size(shape).numel() * dtype.itemsize
-    with torch.inference_mode(False), torch.no_grad():
-        storage = _torch.storage_from_address(address, device, n_bytes)
-        tensor = torch.empty(0, dtype=dtype, device=device)
-        return tensor.set_(storage, 0, shape, strides)
-
-
-class _StandIn:
-    """What the optimizer's step() gets for one parameter."""
-
-    def __init__(self, slot: Slot, core: Any, grad_dtype: torch.dtype) -> None:
-        weight, low, grad, self.states = core.opaque_place(slot.id)
-        where = slot.shape, slot.strides
-        self.weight = _at(weight, *where, slot.dtype, slot.device)
-        self.grad = _at(grad, *where, grad_dtype, slot.device)
-        self.low = None
-        if slot.has_low:
-            kind = torch.int16 if slot.dtype is torch.bfloat16 else torch.float32
-            self.low = _at(low, *where, kind, slot.device)
-        own = {k: v for k, v in slot.parameter.__dict__.items() if not k.startswith("_gm")}
-        self.parameter = nn.Parameter(self.weight)
-        self.parameter.__dict__.update(own)
-
-    def open(self, scale: torch.Tensor | float) -> torch.Tensor:
-        """Gives the parameter its values and its gradient; gives that."""
-        if self.low is not None:
-            self.parameter.data = self._master()
-        grad = self.grad.to(self.parameter.dtype)
-        if isinstance(scale, torch.Tensor) or scale != 1.0:
-            grad = grad * scale
-        self.parameter.grad = grad
-        return grad
-
-    def close(self) -> None:
-        """The values have become others."""
-        self.parameter.grad = None
-        if self.low is None:
-            return
-        master = self.parameter.data
-        if self.low.dtype is torch.float32:
-            self.weight.copy_(master)
-        else:  # csrc/arith/format.h, gm_pack_bf16
-            bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
-            high = (bits + 0x8000) >> 16
-            self.weight.view(torch.int16).copy_(high)
-            self.low.copy_(bits - (high << 16))
-            self.parameter.data = self.weight  # the masters of a whole model are too many
-
-    def _master(self) -> torch.Tensor:
-        assert self.low is not None
-        if self.low.dtype is torch.float32:
-            return self.low
-        bits = self.weight.view(torch.int16).to(torch.int32) << 16
-        return (bits + self.low).view(torch.float32)
+def _group_of(optimizer: Any) -> dict[int, int]:
+    groups = optimizer.param_groups
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
 
 class OpaqueOptimizer:
@@ -162,14 +76,20 @@ class OpaqueOptimizer:
             )
         self._runtime = weakref.ref(runtime)
         self.kind = type(optimizer)
-        self._rehearsed = rehearsal.rehearse(optimizer)
-        self._group_of = {
-            id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
+        self._device = runtime.device
+        # Those that it will step: weights in 32 bits where there are masters, else in the compute dtype.
+        is_mixed = runtime.precision_plan.is_mixed
+        dtypes = weight_dtypes(runtime.model, None if is_mixed else runtime.precision_plan.name)
+        self._dtypes = {
+            p: torch.float32 if is_mixed and p.is_floating_point() else dtype
+            for p, dtype in dtypes.items()
         }
+        self._rehearsed = rehearsal.rehearse(optimizer, self._dtypes, self._device)
+        self._group_of, self._sorts = _group_of(optimizer), self._sorted(optimizer)
         self._settings = overrides.settings_of(optimizer)
         self._forms: dict[Slot, Form] = {}
         self._by_shape: dict[Any, Form] = {}
-        self._stand_ins: dict[Slot, _StandIn] = {}
+        self._stand_ins: dict[Slot, StandIn] = {}
         self._entries: dict[Slot, dict[Any, Any]] = {}
         self._copies = Copies(self)
         self._dropped: list[Slot] = []
@@ -203,18 +123,26 @@ class OpaqueOptimizer:
             key = number, slot.shape, slot.strides, dtype, repr(sorted(settings.items()))
             form = self._by_shape.get(key)
             if form is None:
+                plain = self._plain(optimizer)
                 found = rehearsal.states_like(
-                    optimizer, number, slot.shape, slot.strides, dtype, slot.device, settings
+                    plain, number, slot.shape, slot.strides, dtype, slot.device, settings
                 )
                 form = self._by_shape[key] = Form.of(*found)
             self._forms[slot] = form
         return form
 
-    def _stand_in(self, slot: Slot) -> _StandIn:
+    def _plain(self, optimizer: Any) -> Any:
+        """As it was before manage()."""
+        if type(optimizer) is self.kind:
+            return optimizer
+        states = {0: {}} if self._entries else {}  # which they are is not asked
+        return parts.stand_in(optimizer, optimizer.param_groups, states, self.kind)
+
+    def _stand_in(self, slot: Slot) -> StandIn:
         made = self._stand_ins.get(slot)
         if made is None:
             runtime = slot.engine
-            made = _StandIn(slot, runtime.core, runtime.grad_dtype(slot))
+            made = StandIn(slot, runtime.core, runtime.grad_dtype(slot))
             self._stand_ins[slot] = made
         return made
 
@@ -224,7 +152,9 @@ class OpaqueOptimizer:
         """Of the core (csrc/engine/opaque.c), which does not keep this."""
         return {
             "opaque": weak_method(self.run),
-            "opaque_defers": not self._rehearsed.writes_itself,
+            "opaque_defers": not (
+                self._rehearsed.writes_itself or self._rehearsed.writes_gradients
+            ),
         }
 
     def _issue(self) -> None:
@@ -232,6 +162,20 @@ class OpaqueOptimizer:
         runtime = self._runtime()
         if runtime is not None and not runtime.closed:
             runtime.core.issue()
+
+    def _look(self) -> None:
+        """States are asked for, or set.
+
+        Raises:
+            GeminiError: some parameters' may be of this step, and others' of the last one.
+        """
+        runtime = self._runtime()
+        if runtime is not None and runtime.coming_step.is_under_way:
+            raise GeminiError(
+                "optimizer.state is asked for between backward(step=True) and optimizer.step(), which may have changed "
+                "some of it already: call optimizer.step() first"
+            )
+        self._issue()
 
     def update(self, slot: Slot, divisor: float, factor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it; equal as long as its group is."""
@@ -242,13 +186,11 @@ class OpaqueOptimizer:
         """A number for the values of a group, from 1 on."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        skipped = ("params", "param_names")
-        now = {k: v for k, v in optimizer.param_groups[number].items() if k not in skipped}
-        start, end = self._start, self._end
-        if start is not None and end is not None and _are_same(now, end.options[number]):
-            now = start.options[number]  # parts of the step have set theirs
+        now = {k: v for k, v in optimizer.param_groups[number].items() if k not in _NAMES}
+        if self._end is not None and _is_equal(now, self._end.options[number]):
+            now = self._start.options[number]  # the step that runs has written the others
         for index, values in enumerate(self._recipes):
-            if _are_same(values, now):
+            if _is_equal(values, now):
                 return index + 1
         self._recipes.append({k: _copied(v) for k, v in now.items()})
         return len(self._recipes)
@@ -273,21 +215,58 @@ class OpaqueOptimizer:
         return [i for i in ids if id(runtime.slots_by_id[i].parameter) in self._group_of]
 
     def begin(self) -> None:
-        """A step comes, or the backward that ends one: its groups are what they are now."""
+        """A step comes, or the backward that ends one: its groups are what they are now.
+
+        Raises:
+            GeminiError: with these groups the states are others, or parameters are coupled. Nothing has changed then.
+        """
         self._issue()
         self._copies.take_all()
         optimizer, runtime = self._optimizer(), self._runtime()
         assert optimizer is not None and runtime is not None
-        self._group_of = {
-            id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
-        }
         self._settings = overrides.settings_of(optimizer)
+        self._regroup(optimizer)
         own = parts.Own.of(optimizer)
         options = [{k: _copied(v) for k, v in group.items()} for group in own.options]
         self._start, self._end = parts.Own(own.attributes, options), None
         kind = runtime.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._recipes = self._recipes[-64:]
+
+    def _sorted(self, optimizer: Any) -> list[Any]:
+        """Of each group what decides which way a step takes, and how many parameters it has."""
+        return [
+            (
+                {
+                    key: way_of(v)
+                    for key, v in group.items()
+                    if key not in _NAMES and not (key == "lr" and type(v) is float)
+                },
+                len(group["params"]),
+            )
+            for group in optimizer.param_groups
+        ]
+
+    def _regroup(self, optimizer: Any) -> None:
+        """Groups may have been edited: what was rehearsed has to hold for them, too."""
+        sorts, group_of = self._sorted(optimizer), _group_of(optimizer)
+        if sorts == self._sorts and group_of == self._group_of:
+            return
+        rehearsed = rehearsal.rehearse(self._plain(optimizer), self._dtypes, self._device)
+        before = self._group_of, self._by_shape, self._forms
+        self._group_of, self._by_shape, self._forms = group_of, {}, {}
+        try:
+            for slot, form in before[2].items():
+                if slot.has_moments and self.form(slot).places != form.places:
+                    raise GeminiError(
+                        f"{slot.name}: with param group {group_of.get(id(slot.parameter), 0)} as it is now its states "
+                        f"are {self.form(slot)}, and the engine has place for {form}: states are found at manage(); "
+                        "put the group back as it was, or close() the engine and manage() again"
+                    )
+        except BaseException:
+            self._group_of, self._by_shape, self._forms = before
+            raise
+        self._sorts, self._rehearsed = sorts, rehearsed
 
     def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
         """Steps these parameters; gives whether their gradients were written."""
@@ -302,11 +281,11 @@ class OpaqueOptimizer:
                 torch.no_grad(),
                 _torch.DisableFuncTorch(),
                 torch.autocast(runtime.device.type, dtype, enabled),
-                _on_stream(runtime.device, stream, returns),
+                on_stream(runtime.device, stream, returns),
             ):
                 factor: Any = scale
                 if late_scale:
-                    factor = _at(late_scale, (), (), torch.float32, runtime.device)
+                    factor = tensor_at(late_scale, (), (), torch.float32, runtime.device)
                 return self._run([runtime.slots_by_id[i] for i in ids], factor)
         except BaseException as error:
             self.error = error
@@ -317,6 +296,16 @@ class OpaqueOptimizer:
         ids = [slot.id for slot in slots if math.prod(slot.shape) == 0]  # the core updates bytes
         if ids:
             self.run(ids, 1.0, 0, stream)
+
+    def finish(self) -> None:
+        """The step is taken: what a program has of states and gradients follows."""
+        optimizer = self._optimizer()
+        if self._end is not None:  # what it counts itself is no change of groups
+            self._sorts = self._sorted(optimizer)
+        dropped, self._dropped = self._dropped, []
+        for slot in dropped:
+            if slot.engine.core.has_grad(slot.id):
+                slot.drop_grad()
         if self._copies.any():
             self._issue()
             self._copies.renew()
@@ -331,13 +320,27 @@ class OpaqueOptimizer:
         }
         try:
             self._step(groups)
+            wrote = [self._follow(slot, *grads[slot]) for slot in slots]
         finally:
             for stand_in in opened.values():
                 stand_in.close()
-        return any(
-            grad._version != version and grad.data_ptr() == opened[slot].grad.data_ptr()
-            for slot, (grad, version) in grads.items()
-        )
+        return any(wrote)
+
+    def _follow(self, slot: Slot, grad: torch.Tensor, version: int) -> bool:
+        """Whether step() has written the gradient; the engine's is what it has left."""
+        stand_in = self._stand_in(slot)
+        left = stand_in.parameter.grad
+        if left is None:
+            self._dropped.append(slot)
+            return False
+        if left is grad and grad._version == version and not self._rehearsed.writes_gradients:
+            return False
+        if left.data_ptr() != stand_in.grad.data_ptr():
+            if slot.engine.scaler is not None:  # the engine's is times the loss scale
+                return False
+            stand_in.grad.copy_(left)
+            slot.engine.coming_step.forget_clip(slot)
+        return True
 
     def _step(self, groups: Mapping[int, list[Slot]]) -> None:
         """A part: the optimizer's groups, with these parameters alone."""
@@ -392,13 +395,27 @@ class OpaqueOptimizer:
         form = self.form(slot)
         kept = self._kept(slot, entry)
         self._check(slot, kept)
-        moved: dict[Path, torch.Tensor] = {}
+        moved = {}
         for leaf, offset in form.places:
+            tensor = kept.get(leaf.path)
             address = stand_in.states + offset
-            if leaf.path in kept and kept[leaf.path].data_ptr() != address:
-                view = _at(address, leaf.shape, leaf.stride, leaf.dtype, slot.device)
-                moved[leaf.path] = view.copy_(kept[leaf.path])
-        return with_leaves(entry, moved) if moved else entry
+            if tensor is not None and (tensor.data_ptr(), tensor.stride()) != (
+                address,
+                leaf.stride,
+            ):
+                inside = 0 <= tensor.data_ptr() - stand_in.states < form.nbytes
+                moved[leaf] = address, tensor.clone() if inside else tensor  # of another state
+        views = {
+            leaf.path: tensor_at(address, leaf.shape, leaf.stride, leaf.dtype, slot.device).copy_(
+                tensor
+            )
+            for leaf, (address, tensor) in moved.items()
+        }
+        for path, tensor in leaves(entry):
+            apart = tensor if path in kept else stand_in.apart(tensor)
+            if apart is not tensor:
+                views[path] = apart
+        return with_leaves(entry, views) if views else entry
 
     def _kept(self, slot: Slot, entry: Mapping[Any, Any]) -> dict[Path, torch.Tensor]:
         """What of an entry belongs into the chunk."""
@@ -434,7 +451,7 @@ class OpaqueOptimizer:
 
     def slots(self) -> list[Slot]:
         """Those that have entries, in the order of the groups."""
-        self._issue()
+        self._look()
         optimizer = self._optimizer()
         groups = () if optimizer is None else optimizer.param_groups
         order = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
@@ -468,7 +485,7 @@ class OpaqueOptimizer:
 
         `twins`: one for all reads that are to have one copy of what several parameters share.
         """
-        self._issue()
+        self._look()
         self._copies.take(slot)
         self._wait(slot)
         entry = self._entries.get(slot, {})
@@ -503,7 +520,7 @@ class OpaqueOptimizer:
         """The tensors in the chunk."""
         at, device = self._stand_in(slot).states, slot.device
         return {
-            leaf.path: _at(at + offset, leaf.shape, leaf.stride, leaf.dtype, device)
+            leaf.path: tensor_at(at + offset, leaf.shape, leaf.stride, leaf.dtype, device)
             for leaf, offset in self.form(slot).places
         }
 
@@ -513,7 +530,7 @@ class OpaqueOptimizer:
         Raises:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
         """
-        self.check(slot, entry)
+        self._check(slot, self._kept(slot, entry))
         form, found = self.form(slot), dict(leaves(entry))
         core, stream = slot.engine.core, slot.engine.stream()
         for leaf, at in form.places:
@@ -534,26 +551,50 @@ class OpaqueOptimizer:
         Raises:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
         """
-        self.check(slot, entry)
-        self._copies.forget(slot)
-        places = self._paths(slot)
+        self._look()
         if is_copied:
-            devices, twins = self.form(slot).devices, {} if twins is None else twins
-            rest = {
-                p: _twin(t, devices.get(p, t.device), twins)
-                for p, t in leaves(entry)
-                if p not in places
-            }
-            entry = with_leaves(_forked(entry), rest)
+            self.check(slot, entry)
+            entry = self._converted(slot, entry, {} if twins is None else twins)
+        self._check(slot, self._kept(slot, entry))
+        self._copies.forget(slot)
         self.store(slot, entry)
         if not is_copied:
-            self._copies.note(slot, entry, places)
+            self._copies.note(slot, entry, self._paths(slot))
+
+    def _converted(
+        self, slot: Slot, entry: Mapping[Any, Any], twins: dict[int, torch.Tensor]
+    ) -> dict[Any, Any]:
+        """In the dtypes that this optimizer makes; what the chunk does not have is copied."""
+        form, places, made = self.form(slot), self._paths(slot), {}
+        dtypes = form.dtypes()
+        for path, tensor in leaves(entry):
+            dtype = dtypes.get(path, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+            if path in places:
+                made[path] = tensor.detach().to(dtype)
+            else:
+                made[path] = _twin(tensor, form.devices.get(path, tensor.device), twins).to(dtype)
+        return with_leaves(_forked(entry), made)
+
+    def move_in(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        """The engine begins with this entry; the program may keep its tensors, unless they are in another dtype."""
+        dtypes = self.form(slot).dtypes()
+        is_same = all(t.dtype is dtypes.get(path, t.dtype) for path, t in leaves(entry))
+        self.write(slot, entry, is_copied=not is_same)
 
     def drop(self, slot: Slot) -> None:
         """The parameter has no entry any more."""
+        self._look()
         self._copies.forget(slot)
         del self._entries[slot]
         self._note(slot)
+
+    def check_unwritten(self) -> None:
+        """A step comes whose backward has begun it.
+
+        Raises:
+            GeminiError: a program has written states since.
+        """
+        self._copies.check()
 
     def check(self, slot: Slot, entry: Mapping[Any, Any], is_whole: bool = False) -> None:
         """Refuses what cannot be an entry of this parameter; `is_whole`: or what a step has not left.
@@ -601,7 +642,7 @@ class OpaqueOptimizer:
 
     def show(self, slot: Slot) -> dict[Any, Any]:
         """The parameter's entry as a program sees it, and may write it."""
-        self._issue()
+        self._look()
         self._entries.setdefault(slot, {})
         self._wait(slot)
         return self._copies.show(slot)
@@ -641,8 +682,8 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 
-def _are_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+def _is_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -650,19 +691,3 @@ def _is_same(a: Any, b: Any) -> bool:
         is_both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         return is_both and a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
     return a is b or bool(a == b)
-
-
-@contextlib.contextmanager
-def _on_stream(device: torch.device, stream: int, returns: bool) -> Iterator[None]:
-    """Inside, work goes to the stream of updates, behind what the caller's stream has: options of groups and counters
-    may be tensors on the device. `returns`: and the caller's stream goes on behind it, as step() writes some of them.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    caller, updates = torch.cuda.current_stream(device), torch.cuda.ExternalStream(stream, device)
-    updates.wait_stream(caller)
-    with torch.cuda.stream(updates):
-        yield
-    if returns:
-        caller.wait_stream(updates)

@@ -62,6 +62,7 @@ class _Copy:
         self.entry = None if entry is None else weakref.ref(entry)
         self.tensors = {path: weakref.ref(tensor) for path, tensor in tensors.items()}
         self.others = [weakref.ref(tensor) for _, tensor in leaves(entry)]
+        self.versions: dict[Path, int] = {}  # when states were used last
 
     def is_any(self) -> bool:
         """The program has something of it, counters included."""
@@ -167,18 +168,16 @@ class Copies:
         self._take_watched()
         for slot in list(self._copies):
             self.take(slot)
+        for known in self._copies.values():
+            known.versions = {path: tensor._version for path, tensor in known.alive()[1].items()}
 
     def take(self, slot: Slot) -> None:
         """What the program has written becomes the parameter's states."""
         if any(not each.is_past and each.slot is slot for each in self._watched):
             self._take_watched()
+        self._take(slot)
         if self._last is not None and self._last[0] is slot:
-            last = self._last[1]  # alive until it has been looked at
             self._last = None
-            self._take(slot)
-            del last
-        else:
-            self._take(slot)
 
     def _take(self, slot: Slot) -> None:
         known, owner = self._copies.get(slot), self._owner()
@@ -208,6 +207,16 @@ class Copies:
             return
         owner.store(slot, entry)
         self._copies[slot] = _Copy(entry, {p: t for p, t in now.items() if p in owner.kept(slot)})
+
+    def check(self) -> None:
+        """Refuses what was written since take_all."""
+        for slot, known in self._copies.items():
+            for path, tensor in known.alive()[1].items():
+                if tensor._version != known.versions.get(path, tensor._version):
+                    raise GeminiError(
+                        f"{slot.name}: its state {text(path)} was written between backward(step=True) and "
+                        "optimizer.step(): write it before that backward, or call backward without step=True"
+                    )
 
     def any(self) -> bool:
         """Whether a program has something of a state."""

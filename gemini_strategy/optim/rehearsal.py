@@ -22,7 +22,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,11 +66,13 @@ class Rehearsed:
             and is no shorter than a block; in front of any "row" of what has two dimensions or more, while other
             parameters stay whole; or nowhere: "whole".
         block: 1 unless cut is "block".
+        writes_gradients: step() writes or drops gradients, or sets attributes of parameters.
     """
 
     writes_itself: bool
     cut: Literal["element", "block", "row", "whole"]
     block: int = 1
+    writes_gradients: bool = False
 
 
 # ---- where a parameter may be cut ----
@@ -80,7 +82,9 @@ def _cut(
     stage: Stage, writes_itself: bool
 ) -> tuple[Literal["element", "block", "row", "whole"], int]:
     """Where parameters may be cut, found by cutting."""
-    kinds = [kind for kind in kinds_of(stage.optimizer) if kind.order and kind.most > 1]
+    kinds = [
+        kind for kind in kinds_of(stage.optimizer, stage.dtypes) if kind.order and kind.most > 1
+    ]
 
     def made(kind: Kind, shape: tuple[int, ...]) -> Sample:
         return sample(kind, shape, stage.device)
@@ -167,8 +171,17 @@ def _is_joined(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
 # ---- a rehearsal ----
 
 
-def rehearse(optimizer: Optimizer) -> Rehearsed:
+def rehearse(
+    optimizer: Optimizer,
+    dtypes: Mapping[nn.Parameter, torch.dtype] | None = None,
+    device: torch.device | None = None,
+) -> Rehearsed:
     """Steps copies of an optimizer on small tensors, together and in parts.
+
+    Args:
+        optimizer: of a plain class.
+        dtypes: in which parameters will be stepped; None: their own.
+        device: where; None: where parameters are.
 
     Raises:
         GeminiError: it does not treat each parameter by itself, draws random numbers, needs a closure, or keeps what
@@ -179,12 +192,13 @@ def rehearse(optimizer: Optimizer) -> Rehearsed:
     _check_held(optimizer)
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]
     cpu = torch.device("cpu")
+    devices = devices if device is None else [device]
     others = [d for d in devices if d.type not in ("cpu", "meta")]
     first: Exception | None = None
-    for device in [cpu, *others[:1]]:
+    for place in [cpu, *others[:1]]:
         try:
             with _untouched(optimizer, [cpu, *dict.fromkeys(others)]) as is_drawn:
-                return _rehearsed(Stage(optimizer, device), is_drawn)
+                return _rehearsed(Stage(optimizer, place, dtypes), is_drawn)
         except GeminiError:
             raise
         except Exception as error:  # its step may raise anything
@@ -198,7 +212,7 @@ def rehearse(optimizer: Optimizer) -> Rehearsed:
 def _rehearsed(stage: Stage, is_drawn: Callable[[], str]) -> Rehearsed:
     shapes = [
         (sample(kind, shape, stage.device, kind.order), shape)
-        for kind in kinds_of(stage.optimizer)
+        for kind in kinds_of(stage.optimizer, stage.dtypes)
         for shape in kind.rehearsed
     ]
     if not shapes:
@@ -232,7 +246,8 @@ def _rehearsed(stage: Stage, is_drawn: Callable[[], str]) -> Rehearsed:
         for (tensors, steps), played in zip(acts, together, strict=True):
             differs = differs or _apart(stage, tensors, played, is_restored, steps)
         if differs is None:
-            return Rehearsed(is_restored, *_cut(stage, is_restored))
+            writes_gradients = stage.writes_gradients
+            return Rehearsed(is_restored, *_cut(stage, is_restored), writes_gradients)
         first = first or differs
     raise GeminiError(
         f"{stage.name} does not treat each parameter by itself: stepped apart from others, {first}; {WAY_OUT}"

@@ -131,6 +131,14 @@ class OpaqueSeveral:
         for member in self.members:
             member.end((slot for slot in slots if self.owner(slot) is member), stream)
 
+    def finish(self) -> None:
+        for member in self.members:
+            member.finish()
+
+    def check_unwritten(self) -> None:
+        for member in self.members:
+            member.check_unwritten()
+
     def take_error(self) -> BaseException | None:
         return next(filter(None, [member.take_error() for member in self.members]), None)
 

@@ -80,11 +80,18 @@ def said(found: tuple[str, float]) -> str:
 class Stage:
     """Steps tensors with copies of an optimizer, on one device. The optimizer itself stays as it is."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        dtypes: Mapping[nn.Parameter, torch.dtype] | None = None,
+    ) -> None:
         self.optimizer = optimizer
+        self.dtypes = dtypes or {}
         self.device = device
         self.name = type(optimizer).__name__
         self.is_born_with_states = False
+        self.writes_gradients = False  # or drops them, or sets attributes of parameters
         self.outgrows = False  # states have been seen that grow faster than their parameter
 
     def copied(self) -> Optimizer:
@@ -187,7 +194,12 @@ class Stage:
     ) -> None:
         """One step; then parameters and states have to be what can be managed."""
         memory = [(p.data_ptr(), p.stride()) for p in parameters]
+        before = [(p.grad, _clone(p.grad), dict(vars(p))) for p in parameters]
         run(stepped)
+        self.writes_gradients = self.writes_gradients or any(
+            p.grad is not grad or difference([values, own], [grad, dict(vars(p))], "") is not None
+            for p, (grad, values, own) in zip(parameters, before, strict=True)
+        )
         if memory != [(p.data_ptr(), p.stride()) for p in parameters]:
             raise GeminiError(
                 f"step() of {self.name} gives a parameter other memory, and a managed one has its place: use an "
@@ -234,14 +246,14 @@ def form_of(entry: Any, parameter: torch.Tensor) -> list[opaque.Leaf]:
     return found
 
 
-def _sort(value: Any) -> Any:
+def way_of(value: Any) -> Any:
     """Options of one sort take the same way through a step."""
     if isinstance(value, float):
         return value == 0
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape)
     if isinstance(value, list | tuple):
-        return tuple(_sort(item) for item in value)
+        return tuple(way_of(item) for item in value)
     return value if isinstance(value, bool | int | str | None) else id(value)
 
 
@@ -274,18 +286,21 @@ class Kind:
         return (n // columns, columns, *[1] * (len(self.order) - 2))[: len(self.order)]
 
 
-def kinds_of(optimizer: Optimizer) -> list[Kind]:
+def kinds_of(
+    optimizer: Optimizer, dtypes: Mapping[nn.Parameter, torch.dtype] | None = None
+) -> list[Kind]:
+    """`dtypes`: in which parameters are stepped, if not in their own."""
     kinds: dict[str, Kind] = {}
     settings = overrides.settings_of(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        sort = {k: _sort(v) for k, v in group.items() if k not in ("params", "param_names")}
+        sort = {k: way_of(v) for k, v in group.items() if k not in ("params", "param_names")}
         for p in group["params"]:
             order = tuple(range(p.dim()))
             if not p.is_contiguous():
                 order = tuple(sorted(order, key=p.stride().__getitem__, reverse=True))
-            own = settings.get(id(p), {})
-            name = repr((sorted(sort.items()), p.dtype, order, sorted(own.items())))
-            kind = kinds.setdefault(name, Kind(number, p.dtype, order, own, []))
+            own, dtype = settings.get(id(p), {}), (dtypes or {}).get(p, p.dtype)
+            name = repr((sorted(sort.items()), dtype, order, sorted(own.items())))
+            kind = kinds.setdefault(name, Kind(number, dtype, order, own, []))
             kind.shapes.append(tuple(p.shape))
     return list(kinds.values())
 

@@ -1,0 +1,120 @@
+"""What an optimizer's own step() gets for a managed parameter: plain tensors at the addresses of its chunk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini_strategy import _torch
+
+if TYPE_CHECKING:
+    from gemini_strategy.parameters.slot import Slot
+
+
+def tensor_at(
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A plain tensor on dense memory of the engine, which does not own it."""
+    n_bytes = torch.Size(shape).numel() * dtype.itemsize
+    with torch.inference_mode(False), torch.no_grad():
+        storage = _torch.storage_from_address(address, device, n_bytes)
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        return tensor.set_(storage, 0, shape, strides)
+
+
+class StandIn:
+    """What the optimizer's step() gets for one parameter."""
+
+    def __init__(self, slot: Slot, core: Any, grad_dtype: torch.dtype) -> None:
+        weight, low, grad, self.states = core.opaque_place(slot.id)
+        where = slot.shape, slot.strides
+        self.weight = tensor_at(weight, *where, slot.dtype, slot.device)
+        self.grad = tensor_at(grad, *where, grad_dtype, slot.device)
+        self.low = None
+        if slot.has_low:
+            kind = torch.int16 if slot.dtype is torch.bfloat16 else torch.float32
+            self.low = tensor_at(low, *where, kind, slot.device)
+        self.parameter = nn.Parameter(self.weight)
+        self.original = slot.parameter
+
+    def open(self, scale: torch.Tensor | float) -> torch.Tensor:
+        """Gives the parameter its values, its attributes and its gradient; gives that."""
+        if self.low is not None:
+            self.parameter.data = self._master()
+        for name in _attributes(self.parameter):
+            del vars(self.parameter)[name]
+        vars(self.parameter).update(_attributes(self.original))
+        grad = self.grad.to(self.parameter.dtype)
+        if isinstance(
+            scale, torch.Tensor
+        ):  # a product with it alone would round it to 16 bits on CUDA
+            grad = (grad.float() * scale).to(grad.dtype)
+        elif scale != 1.0:
+            grad = grad * scale
+        self.parameter.grad = grad
+        return grad
+
+    def close(self) -> None:
+        """The values have become others, and attributes may have."""
+        self.parameter.grad = None
+        left, before = _attributes(self.parameter), _attributes(self.original)
+        for name in before.keys() - left.keys():
+            del vars(self.original)[name]
+        vars(self.original).update(
+            {name: self.apart(v) for name, v in left.items() if v is not before.get(name)}
+        )
+        if self.low is None:
+            return
+        master = self.parameter.data
+        if self.low.dtype is torch.float32:
+            self.weight.copy_(master)
+        else:  # csrc/arith/format.h, gm_pack_bf16
+            bits = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
+            high = (bits + 0x8000) >> 16
+            self.weight.view(torch.int16).copy_(high)
+            self.low.copy_(bits - (high << 16))
+            self.parameter.data = self.weight  # the masters of a whole model are too many
+
+    def apart(self, value: Any) -> Any:
+        """What outlives the step has no bytes of the chunk."""
+        if not isinstance(value, torch.Tensor) or _torch.is_wrapper_subclass(value):
+            return value
+        own = (t for t in (self.weight, self.low, self.grad) if t is not None)
+        storages = {_torch.storage_id(t.untyped_storage()) for t in own}
+        return value.clone() if _torch.storage_id(value.untyped_storage()) in storages else value
+
+    def _master(self) -> torch.Tensor:
+        assert self.low is not None
+        if self.low.dtype is torch.float32:
+            return self.low
+        bits = self.weight.view(torch.int16).to(torch.int32) << 16
+        return (bits + self.low).view(torch.float32)
+
+
+def _attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """What programs have set on it."""
+    return {k: v for k, v in vars(parameter).items() if not k.startswith("_gm")}
+
+
+@contextlib.contextmanager
+def on_stream(device: torch.device, stream: int, returns: bool) -> Iterator[None]:
+    """Inside, work goes to the stream of updates, behind what the caller's stream has: options of groups and counters
+    may be tensors on the device. `returns`: and the caller's stream goes on behind it, as step() writes some of them.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    caller, updates = torch.cuda.current_stream(device), torch.cuda.ExternalStream(stream, device)
+    updates.wait_stream(caller)
+    with torch.cuda.stream(updates):
+        yield
+    if returns:
+        caller.wait_stream(updates)
