@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
 _SEVERAL = "optimizers"  # of a state dict of several: the state dict of each
+_LOWS = "remainders"  # beside "state": see _opaque_state
 # Of Adam's those that the engine does not do.
 REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -51,7 +52,8 @@ def state_dict(
         hook(optimizer)
     state: dict[int, dict[str, Any]] = {}
     if engine.opaque is not None:
-        return _hooked(optimizer, _opaque_state(engine, optimizer, is_live)) if is_mine else {}
+        made = _opaque_state(engine, optimizer, root, with_lows, is_live)
+        return _hooked(optimizer, made) if is_mine else {}
     groups = []
     index = 0
     for group in optimizer.param_groups:
@@ -71,14 +73,26 @@ def state_dict(
     return _hooked(optimizer, {"state": state, "param_groups": groups}) if is_mine else {}
 
 
-def _opaque_state(engine: Runtime, optimizer: Any, is_live: bool) -> dict[str, Any]:
-    """As the optimizer's own class makes it, with its tensors on the host."""
+def _opaque_state(
+    engine: Runtime, optimizer: Any, root: int | None, with_lows: bool, is_live: bool
+) -> dict[str, Any]:
+    """As the optimizer's own class makes it, with its tensors on the host.
+
+    Beside it is what weights lack that leave in 16 bits, by the numbers of their parameters.
+    """
     opaque, twins = engine.opaque.of(optimizer), {}
     read = opaque.snapshot if is_live else opaque.read
     entries = {slot.parameter: read(slot, twins) for slot in opaque.slots()}
     entries |= optimizer._gm_state.rest()
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return packed(optimizer, opaque.kind, {p: e for p, e in entries.items() if id(p) in grouped})
+    entries = {p: e for p, e in entries.items() if id(p) in grouped}
+    made, lows = packed(optimizer, opaque.kind, entries), {}
+    for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        slot = engine.slot_of(parameter)
+        if with_lows and slot.has_low and slot.has_moments and slot.outer_dtype is slot.dtype:
+            _, low, is_any = slot.lack(root)
+            lows |= {number: low} if is_any else {}
+    return {**made, **({_LOWS: lows} if lows else {})}
 
 
 def _hooked(optimizer: Any, result: dict[str, Any]) -> dict[str, Any]:
@@ -192,8 +206,19 @@ def _prepared_opaque(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> 
             f"it was: load what a {name} has saved"
         ) from error
     _check_entries(engine, loaded.entries)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lows = {engine.slot_of(parameters[i]): low for i, low in state.get(_LOWS, {}).items()}
+    for slot, low in lows.items():
+        if tuple(low.shape) != slot.shape:
+            raise ValueError(
+                f"{slot.name}: what it lacks has shape {tuple(low.shape)} in the state dict"
+            )
 
     def load() -> None:
+        for slot, low in lows.items():
+            key = "remainder" if slot.dtype is torch.bfloat16 else "master"
+            if slot.has_low and low.dtype is slot.dtype_of(key):
+                slot.load_low(low)
         vars(optimizer).update(loaded.attributes)
         given = {parameter: entry for parameter, entry in loaded.entries.items() if entry}
         _load(optimizer, loaded.options, {**given, **loaded.others})
