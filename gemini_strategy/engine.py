@@ -23,7 +23,7 @@ from gemini_strategy.checkpoint.load import EVERYTHING, load
 from gemini_strategy.checkpoint.pretrained import save_pretrained
 from gemini_strategy.checkpoint.save import Wanted, save
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.optim import managed
+from gemini_strategy.optim import state_dicts
 from gemini_strategy.optim.several import Several
 from gemini_strategy.parameters import gate, masters, order, quantized
 from gemini_strategy.parameters.slot import Slot
@@ -271,14 +271,14 @@ class Engine(Uncopied, _C.Handle):
             with_lows: with what 16-bit weights lack to be their masters; no need beside the masters themselves.
         """
         root = 0 if rank0_only else None
-        return managed.state_dict(self._runtime, self._trained(), root, with_lows)
+        return state_dicts.state_dict(self._runtime, self._trained(), root, with_lows)
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
 
         An empty "state" resets moments and steps.
         """
-        managed.load_state_dict(self._runtime, self._trained(), state)
+        state_dicts.load_state_dict(self._runtime, self._trained(), state)
 
     def _trained(self) -> Any:
         """The optimizer of an open engine."""
@@ -313,12 +313,25 @@ class Engine(Uncopied, _C.Handle):
             )
         load = None
         if "optimizer" in state:  # what does not fit is said before the model changes
-            load = managed.prepared(self._runtime, self._trained(), state["optimizer"])
+            try:
+                load = state_dicts.prepared(self._runtime, self._trained(), state["optimizer"])
+            except (ValueError, GeminiError):
+                self._check_names(state["model"])
+                raise
         self.load_model_state_dict(state["model"])
         if load is not None:
             load()
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _check_names(self, state: Mapping[str, Any]) -> None:
+        """What is wrong with a state is that it is another model's."""
+        names = sorted(self.model.state_dict(keep_vars=True).keys() ^ state.keys())
+        if names:
+            raise ValueError(
+                f"engine.load_state_dict: the state is of another model, as {', '.join(names[:5])} and "
+                f"{max(len(names) - 5, 0)} more are in one of them alone; nothing has changed"
+            )
 
     @overload
     def save(

@@ -26,7 +26,7 @@ from gemini_strategy import Engine, GeminiError, engine_of
 from gemini_strategy.huggingface.engines import Engines, is_replaced, models_of
 from gemini_strategy.huggingface.plugin import GeminiPlugin, current
 from gemini_strategy.huggingface.refusals import check_accelerator, check_plugins
-from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.optim.state_dicts import state_dict as optimizer_state_dict
 from gemini_strategy.state import masters_of
 
 _PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}

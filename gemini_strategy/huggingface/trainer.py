@@ -27,7 +27,7 @@ from gemini_strategy.huggingface.folders import save_into
 from gemini_strategy.huggingface.plugin import GeminiPlugin
 from gemini_strategy.huggingface.refusals import check_arguments
 from gemini_strategy.optim.managed import is_wrapped, who_needs_gradients
-from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.optim.state_dicts import state_dict as optimizer_state_dict
 from gemini_strategy.report.logged import logged
 
 # Whose own code, around a backward and between it and its step, reads no gradients but by these methods.

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 import gemini_strategy as gs
 from gemini_strategy import state
-from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.optim.state_dicts import state_dict as optimizer_state_dict
 from gemini_strategy.weights.initial_values import silent_modules
 
 

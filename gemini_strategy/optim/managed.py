@@ -6,7 +6,6 @@ The object's class is swapped for a subclass that delegates, so that isinstance 
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import warnings
@@ -21,10 +20,10 @@ from torch import nn
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import CPUAdam, HybridAdam
-from gemini_strategy.optim.moments import States, check_entry, live_entry, saved_entry
-from gemini_strategy.optim.opaque_saved import Loaded, entries_of, packed
+from gemini_strategy.optim.moments import States, check_entry, saved_entry
 from gemini_strategy.optim.opaque_states import OpaqueStates
 from gemini_strategy.optim.several import Several, parts_of
+from gemini_strategy.optim.state_dicts import REFUSED_OPTIONS, load_state_dict, state_dict
 from gemini_strategy.parameters import masters, quantized
 from gemini_strategy.parameters.homes import LOWS, MOMENTS
 from gemini_strategy.parameters.low import note_seen, settled_low
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from gemini_strategy.runtime import Runtime
 
 _SUPPORTED = (torch.optim.AdamW, torch.optim.Adam, HybridAdam, CPUAdam)
-_SEVERAL = "optimizers"  # of a state dict of several: the state dict of each
-_REFUSED_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
@@ -110,13 +107,13 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[int]:
 def is_opaque(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its own step() makes the updates: it is none of Adam's, or does what ours does not."""
     return _plain_class(optimizer) not in _SUPPORTED or any(
-        group.get(option) for group in optimizer.param_groups for option in _REFUSED_OPTIONS
+        group.get(option) for group in optimizer.param_groups for option in REFUSED_OPTIONS
     )
 
 
 def check_options(number: int, group: Mapping[str, Any]) -> None:
     """Raises GeminiError if a param group asks for what the engine does not do, whenever that was set."""
-    for option in _REFUSED_OPTIONS:
+    for option in REFUSED_OPTIONS:
         if group.get(option):
             raise GeminiError(
                 f"param group {number}: {option}=True is not supported; build the optimizer without it"
@@ -292,7 +289,7 @@ def closing(engine: Runtime) -> str:
 
 def _check_group(engine: Runtime, group: dict[str, Any]) -> None:
     """Refuses parameters for whose states the engine has no place."""
-    for option in _REFUSED_OPTIONS:
+    for option in REFUSED_OPTIONS:
         if group.get(option) and engine.opaque is None:
             raise GeminiError(f"add_param_group: {option}=True is not supported")
     given = group["params"]
@@ -447,6 +444,7 @@ def releasing(
         return lambda: None
     is_ours = isinstance(optimizer, HybridAdam)
     states: dict[nn.Parameter, dict[str, Any]] = {}
+    slots = {slot.parameter: slot for slot in engine.slots}
     lows: dict[nn.Parameter, torch.Tensor] = {}
     twins: dict[int, torch.Tensor] = {}
     for slot in engine.opaque.slots() if engine.opaque is not None and with_states else ():
@@ -472,9 +470,11 @@ def releasing(
         order = {id(p): i for i, p in enumerate(optimizer.state)}
         let_go(optimizer)
         for part in parts_of(optimizer):
-            own = {id(p) for group in part.param_groups for p in group["params"]}
-            mine = [item for item in states.items() if id(item[0]) in own]
-            part.state.update(sorted(mine, key=lambda item: order[id(item[0])]))
+            mine = sorted(states.items(), key=lambda item: order[id(item[0])])
+            if isinstance(optimizer, Several):
+                own = engine.opaque.of(part)
+                mine = [item for item in mine if engine.opaque.owner(slots[item[0]]) is own]
+            part.state.update(mine)
 
     return release
 
@@ -530,184 +530,3 @@ def let_go(optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer's class became {name} while it was managed: set it again after close()"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=7)
-
-
-def state_dict(
-    engine: Runtime,
-    optimizer: Any,
-    root: int | None = None,
-    with_lows: bool = True,
-    is_live: bool = False,
-    for_file: bool = False,
-) -> dict[str, Any]:
-    """torch.optim.AdamW's form: indices in group order, moments as fp32 CPU tensors.
-
-    `with_lows`: with what 16-bit weights lack to be their masters, as HybridAdam has it: an int16 "remainder" beside
-    bf16, an fp32 "master" beside fp16. torch's optimizers load that, too, and do not look at it.
-    Of several ranks `root` alone gets the state, the others an empty dict; None: all get it.
-    `for_file`: moments come as stand_in.moments gives them.
-    `is_live`: what is written to its tensors is written to the states, unless several ranks have them.
-    """
-    is_mine = root is None or root == engine.ranks.rank
-    if isinstance(optimizer, Several):
-        parts = [state_dict(engine, p, root, with_lows, is_live, for_file) for p in optimizer.parts]
-        return {_SEVERAL: parts} if is_mine else {}
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
-    state: dict[int, dict[str, Any]] = {}
-    if engine.opaque is not None:
-        return _hooked(optimizer, _opaque_state(engine, optimizer, is_live)) if is_mine else {}
-    groups = []
-    index = 0
-    for group in optimizer.param_groups:
-        packed = {k: v for k, v in group.items() if k != "params"}
-        packed["params"] = list(range(index, index + len(group["params"])))
-        groups.append(packed)
-        for parameter in group["params"]:
-            slot, entry = engine.slot_of(parameter), optimizer.state.get(parameter, {})
-            if slot.has_moments:
-                saved = saved_entry(slot, entry, with_lows, root, for_file)
-                is_alone = engine.ranks.shard.size == 1
-                has_more = is_live and slot.has_state and is_alone
-                entry = live_entry(slot, saved) if has_more else saved
-            if is_mine and entry:
-                state[index] = entry
-            index += 1
-    return _hooked(optimizer, {"state": state, "param_groups": groups}) if is_mine else {}
-
-
-def _opaque_state(engine: Runtime, optimizer: Any, is_live: bool) -> dict[str, Any]:
-    """As the optimizer's own class makes it, with its tensors on the host."""
-    opaque, twins = engine.opaque.of(optimizer), {}
-    read = opaque.snapshot if is_live else opaque.read
-    entries = {slot.parameter: read(slot, twins) for slot in opaque.slots()}
-    entries |= optimizer._gm_state.rest()
-    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return packed(optimizer, opaque.kind, {p: e for p, e in entries.items() if id(p) in grouped})
-
-
-def _hooked(optimizer: Any, result: dict[str, Any]) -> dict[str, Any]:
-    """What the user's hooks make of a state dict."""
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
-        changed = hook(optimizer, result)
-        result = result if changed is None else changed
-    return result
-
-
-def load_state_dict(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> None:
-    """Loads groups as torch does, and moments into the engine; parameters without an entry are reset.
-
-    Raises:
-        ValueError: groups or shapes do not match; nothing has been changed then.
-    """
-    prepared(engine, optimizer, state)()
-
-
-def prepared(engine: Runtime, optimizer: Any, state: Mapping[str, Any]) -> Callable[[], None]:
-    """What loads a state dict; until it is called nothing has changed.
-
-    Raises:
-        ValueError: as load_state_dict.
-    """
-    if not isinstance(optimizer, Several):
-        return _prepared(engine, optimizer, state)
-    return _prepared_several(engine, optimizer, state)
-
-
-def _prepared_several(
-    engine: Runtime, optimizers: Several, state: Mapping[str, Any]
-) -> Callable[[], None]:
-    states = state.get(_SEVERAL) or ()
-    if len(states) != len(optimizers.parts):
-        raise ValueError(
-            f"this engine has {len(optimizers.parts)} optimizers, and the state dict is of {len(states) or 'one'}: "
-            "load what engine.state_dict() gave of as many"
-        )
-    pairs = zip(optimizers.parts, states, strict=True)
-    loads = [_prepared(engine, part, each) for part, each in pairs]
-
-    def load() -> None:
-        for each in loads:
-            each()
-
-    return load
-
-
-def _prepared(engine: Runtime, optimizer: Any, given: Mapping[str, Any]) -> Callable[[], None]:
-    state = dict(given)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = hook(optimizer, state)
-        state = state if changed is None else changed
-    if not state.keys() >= {"param_groups", "state"}:
-        raise ValueError(f"no optimizer's state_dict(): it has {', '.join(state) or 'nothing'}")
-    saved, groups = state["param_groups"], optimizer.param_groups
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
-        raise ValueError(
-            f"loaded state dict has param groups of {[len(g['params']) for g in saved]} parameters, the "
-            f"optimizer of {[len(g['params']) for g in groups]}"
-        )
-    if engine.opaque is not None:
-        return _prepared_opaque(engine, optimizer, state)
-    work = []
-    for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
-        for option in _REFUSED_OPTIONS:
-            if saved_group.get(option):
-                raise ValueError(
-                    f"param group {number} of the state dict: {option}=True is not supported"
-                )
-        for key, parameter in zip(saved_group["params"], group["params"], strict=True):
-            slot, entry = engine.slot_of(parameter), state["state"].get(key)
-            if slot.has_moments and entry:
-                _check_kind(slot, entry)
-            check_entry(slot.name, slot.shape, entry or {})
-            work.append((parameter, entry))
-    options = copy.deepcopy([{k: v for k, v in each.items() if k != "params"} for each in saved])
-    entries = {parameter: entry for parameter, entry in work if entry}
-    return functools.partial(_load, optimizer, options, entries)
-
-
-def _load(optimizer: Any, options: list[dict[str, Any]], states: Mapping[Any, Any]) -> None:
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.update(values)
-    optimizer.state.replace(states, is_copied=True)
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
-
-
-def _check_kind(slot: Slot, entry: Mapping[Any, Any]) -> None:
-    """Refuses what another optimizer than Adam has made of a parameter."""
-    is_large = any(isinstance(v, torch.Tensor) and v.numel() > 1 for v in entry.values())
-    if is_large and not {"step", *MOMENTS} & {*entry}:
-        raise ValueError(
-            f"{slot.name}: the state dict has {', '.join(map(str, entry))} of it, and Adam's states are step, "
-            f"{' and '.join(MOMENTS)}: it is another optimizer's; load it into an optimizer of that class"
-        )
-
-
-def _prepared_opaque(engine: Runtime, optimizer: Any, state: dict[str, Any]) -> Callable[[], None]:
-    opaque = engine.opaque.of(optimizer)
-    dtypes = {slot.parameter: opaque.dtype(slot) for slot in engine.slots}
-    try:
-        loaded = Loaded.of(optimizer, opaque.kind, state, dtypes)
-    except Exception as error:  # its class may raise anything
-        _check_entries(engine, entries_of(optimizer, state))
-        name = opaque.kind.__name__
-        raise ValueError(
-            f"{name}.load_state_dict() raises {type(error).__name__} for this state dict: {error}; the optimizer is as "
-            f"it was: load what a {name} has saved"
-        ) from error
-    _check_entries(engine, loaded.entries)
-
-    def load() -> None:
-        vars(optimizer).update(loaded.attributes)
-        given = {parameter: entry for parameter, entry in loaded.entries.items() if entry}
-        _load(optimizer, loaded.options, {**given, **loaded.others})
-
-    return load
-
-
-def _check_entries(engine: Runtime, entries: Mapping[Any, Any]) -> None:
-    for parameter, entry in entries.items():
-        slot = engine.slot_of_states(parameter)
-        if slot is not None:
-            engine.opaque.check(slot, entry, is_whole=True)

@@ -20,7 +20,7 @@ import gemini_strategy as gs
 from gemini_strategy.checkpoint import one_file
 from gemini_strategy.errors import GuardError
 from gemini_strategy.lightning import fabric_strategy_class, strategy_class
-from gemini_strategy.optim.managed import state_dict as optimizer_state_dict
+from gemini_strategy.optim.state_dicts import state_dict as optimizer_state_dict
 from gemini_strategy.parameters import absent
 from gemini_strategy.state import model_state_dict
 from helpers.forked import Forks

@@ -446,6 +446,25 @@ def test_the_engines_state_dict(name: str, precision: str) -> None:
     assert outcome(again.train(3, 6)) == outcome(run.train(3, 6))
 
 
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_masters_of_a_model_that_came_in_16_bits(optimizer_first: bool) -> None:
+    """Its own state dict has 16 bits of them, and the optimizer's has what these lack."""
+    run = Run("sgd", dtype=torch.bfloat16)
+    run.manage("bf16-mixed")
+    state = copy.deepcopy([run.train(0, 3).model.state_dict(), run.optimizer.state_dict()])
+    again = Run("sgd", dtype=torch.bfloat16, seed=3)
+    again.manage("bf16-mixed")
+    loads = [
+        lambda: again.model.load_state_dict(state[0]),
+        lambda: again.optimizer.load_state_dict(state[1]),
+    ]
+    for load in reversed(loads) if optimizer_first else loads:
+        load()
+    assert outcome(again) == outcome(run)
+    assert outcome(again.train(3, 5)) == outcome(run.train(3, 5))
+    Run("sgd", dtype=torch.bfloat16).optimizer.load_state_dict(state[1])
+
+
 # ---- close ------------------------------------------------------------------------------------------
 
 
