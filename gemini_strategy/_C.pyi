@@ -74,19 +74,25 @@ def merge_host(weight_format: int, weight: int, low: int, master: int, numel: in
 # ---- the engine (csrc/binding/engine.c, csrc/engine/engine.h) ----
 # parameters, units and leases are numbers; streams are CUstream as int, 0 the default
 
+def parts(
+    params: Sequence[_Param], chunk_bytes: int, n_shards: int, /
+) -> list[list[tuple[int, int]]]: ...
 def chunk_search(
     params: Sequence[tuple[int, int, int]], min_bytes: int, range_bytes: int, n_grids: int, /
 ) -> int: ...
 def torch_abi_init() -> None: ...
 
 # parameter; lr, beta1, beta2, eps, weight decay; step; adamw, bias correction; gradient divisor, clip factor
+# elements, bytes of one, format, has_low, has_moments, has_grad, name, elements between the places where ranks' parts
+# of it may begin
+_Param = tuple[int, int, int, bool, bool, bool, str, int]
 _Update = tuple[int, float, float, float, float, float, int, bool, bool, float, float]
 
 class Core:
     def __new__(
         cls,
         ordinal: int,
-        params: Sequence[tuple[int, int, int, bool, bool, bool, str, int]],
+        params: Sequence[_Param],
         unit_params: Sequence[int],
         unit_begin: Sequence[int],
         unit_names: Sequence[str],
@@ -111,6 +117,7 @@ class Core:
         host_limit: int = -1,  # of homes: what has none beyond it stays on the device; -1: no limit
         opaque: Callable[[list[int], float, int, int], bool] | None = None,  # see opaque_place
         opaque_defers: bool = False,  # it may run behind the step, until issue()
+        state_bytes: Sequence[int] | None = None,  # that it keeps of parts, shard after shard
         host_device: int = 0,  # address of what makes the host device (csrc/device/library.h); 0: ours
     ) -> Core: ...
     def replay(self, events: Sequence[tuple[int, ...]], /) -> None: ...  # kinds: RECORDED

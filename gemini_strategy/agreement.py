@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import operator
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from gemini_strategy._version import __version__
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.adam import hyperparameters, mode
+from gemini_strategy.optim.several import parts_of
 from gemini_strategy.precision import LossScaler
 from gemini_strategy.ranks.comm import ranks_text
 from gemini_strategy.ranks.ranks import Ranks, check_lines, check_same, fingerprint
@@ -95,7 +97,7 @@ def check_model(engine: Runtime, slots: list[Slot], units: tuple[list[int], list
     ]
     ranks.agree(
         {
-            "the optimizer": None if optimizer is None else type(optimizer).__name__,
+            "the optimizer": [type(each).__name__ for each in parts_of(optimizer)],
             "the numbers of parameters in its groups": [len(group["params"]) for group in groups],
             "the number of parameters": len(slots),
             "the number of modules with parameters": len(units[1]) - 1,
@@ -285,12 +287,22 @@ def _refuse_grads(engine: Runtime, what: str, mask: str, sums: bytes) -> None:
             )
 
 
+_VALUES = "the optimizer's values"
+
+
+def _hyperparameters(engine: Runtime) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a step is made with, as fields that must be the same, and the values that one of them is the digest of."""
+    if engine.opaque is None:
+        groups = enumerate(engine.optimizer.param_groups)
+        name = "the hyperparameters of param group {}"
+        return {name.format(i): [*hyperparameters(g), *mode(g)] for i, g in groups}, {}
+    values = engine.opaque.values()
+    return {_VALUES: _digest(*itertools.chain(*values.items()))}, values
+
+
 def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -> list[Slot]:
     """check_step, and the step would do the same on every rank; gives what a tensor shows on some rank."""
-    fields = {
-        f"the hyperparameters of param group {number}": [*hyperparameters(group), *mode(group)]
-        for number, group in enumerate(engine.optimizer.param_groups)
-    }
+    fields, values = _hyperparameters(engine)
     fields["the limit"] = engine.coming_step.limit
     fields["the loss scale"] = [1.0 if engine.scaler is None else engine.scaler.scale]
     fields["shown"] = sum(1 << number for number in engine.core.leased())
@@ -303,6 +315,8 @@ def check_hyperparameters(engine: Runtime, what: str, present: Iterable[Slot]) -
             for each, factor in zip(everyone, factors, strict=True):
                 each["the clip factor"] = [factor]
         shown = functools.reduce(operator.or_, [each.pop("shown") for each in everyone])
+        if len({each.get(_VALUES) for each in everyone}) > 1:
+            check_same(engine.ranks.gather(_VALUES, values))
         check_same(everyone)
     except GeminiError as error:
         closed = engine.coming_step.give_up(str(error))

@@ -218,14 +218,12 @@ class Settings:
         is_cuda = self.device.type == "cuda"
         chunk_bytes, block_bytes = self.sizes.choose(shapes, self.device_budget, is_cuda, n_shards)
         unit_params, unit_begin = registration.unit_tables()
+        slots, cuts = registration.slots, registration.cuts()
+        params = [(*s, slot.name, n) for s, slot, n in zip(specs, slots, cuts, strict=True)]
         return {
             "ordinal": self.device.index if is_cuda else -1,
-            "params": [
-                (*s, slot.name, n)
-                for s, slot, n in zip(
-                    specs, registration.slots, registration.state_bytes(), strict=True
-                )
-            ],
+            "params": params,
+            "state_bytes": registration.state_bytes(params, chunk_bytes, n_shards),
             "unit_params": unit_params,
             "unit_begin": unit_begin,
             "unit_names": registration.unit_names(),

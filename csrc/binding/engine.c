@@ -22,16 +22,16 @@ static size_t outside_bytes(void *context)
 
 /* ---- construction ---- */
 
-/* (numel, weight_bytes, format, has_low, has_moments, has_grad, name, state_bytes); the name is the
- * item's, and the last may be missing. */
+/* (numel, weight_bytes, format, has_low, has_moments, has_grad, name, cut); the name is the item's,
+ * and cut may be missing. */
 static int parse_param(PyObject *item, void *out)
 {
-    unsigned long long numel, state_bytes = 0;
+    unsigned long long numel, cut = 0;
     unsigned int weight_bytes;
     int format, has_low, has_moments, has_grad;
     const char *name;
     if (!PyArg_ParseTuple(item, "KIippps|K", &numel, &weight_bytes, &format, &has_low, &has_moments,
-                          &has_grad, &name, &state_bytes)) {
+                          &has_grad, &name, &cut)) {
         return 0;
     }
     *(gm_engine_param *)out = (gm_engine_param){
@@ -41,10 +41,16 @@ static int parse_param(PyObject *item, void *out)
         .has_low = has_low,
         .has_moments = has_moments,
         .has_grad = has_grad,
-        .state_bytes = state_bytes,
         .name = name,
+        .cut = cut,
     };
     return 1;
+}
+
+static int parse_bytes(PyObject *item, void *out)
+{
+    *(uint64_t *)out = PyLong_AsUnsignedLongLong(item);
+    return !PyErr_Occurred();
 }
 
 /* A pointer into a string, which the caller keeps. */
@@ -156,6 +162,7 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
     X("n", Py_ssize_t, host_limit)   \
     X("O", PyObject *, opaque)       \
     X("p", int, opaque_defers)       \
+    X("O", PyObject *, state_bytes)  \
     X("K", unsigned long long, host_device)
 
 #define FORMAT(format, type, name) format
@@ -180,6 +187,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     core_options o = {.shard_comm = Py_None,
                       .replica_comm = Py_None,
                       .opaque = Py_None,
+                      .state_bytes = Py_None,
                       .host_bytes = -1,
                       .host_limit = -1};
     gm_rates rates = {0};
@@ -209,7 +217,11 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     uint32_t *begins = ids ? gm_py_ids(o.unit_begin, &n_begins) : NULL;
     const char **of_units =
         begins ? gm_py_array(o.unit_names, sizeof *of_units, parse_name, &n_names) : NULL;
-    size_t n_units = n_begins ? n_begins - 1 : 0;
+    size_t n_units = n_begins ? n_begins - 1 : 0, n_bytes = 0;
+    uint64_t *state_bytes =
+        of_units && o.state_bytes != Py_None
+            ? gm_py_array(o.state_bytes, sizeof *state_bytes, parse_bytes, &n_bytes)
+            : NULL;
     if (of_units && n_names != n_units) {
         PyErr_Format(PyExc_ValueError, "%zu names for %zu units", n_names, n_units);
     }
@@ -219,11 +231,18 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     options.unit_begin = begins;
     options.n_units = (uint32_t)n_units;
     options.unit_names = of_units;
-    bool is_made = of_units && n_names == n_units &&
+    options.state_bytes = state_bytes;
+    bool is_made = of_units && n_names == n_units && !PyErr_Occurred() &&
                    make_outside(self, o.is_paper ? -1 : o.ordinal, o.external_bytes) == 0 &&
                    take_workers(self, o.threads, &options.workers) == 0 &&
                    take_comm(self, 0, o.shard_comm, &options.shard_comm) == 0 &&
                    take_comm(self, 1, o.replica_comm, &options.replica_comm) == 0;
+    size_t n_shards = options.shard_comm ? (size_t)gm_comm_size(options.shard_comm) : 1;
+    if (is_made && state_bytes && n_bytes != n_params * n_shards) {
+        PyErr_Format(PyExc_ValueError, "state_bytes: %zu numbers for %zu parts", n_bytes,
+                     n_params * n_shards);
+        is_made = false;
+    }
     if (is_made) {
         self->n_params = options.n_params;
         if (o.opaque != Py_None) {
@@ -241,7 +260,44 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     free(ids);
     free(begins);
     free(of_units);
+    free(state_bytes);
     return gm_py_unless((PyObject *)self, !is_made);
+}
+
+/* [[(first, n) of each shard's part] of each parameter] */
+static PyObject *list_parts(const gm_layout *layout, uint32_t n_params, uint32_t n_shards)
+{
+    PyObject *all = PyList_New(0);
+    for (uint32_t id = 0; all && id < n_params; id++) {
+        PyObject *parts = PyList_New(0);
+        for (uint32_t shard = 0; parts && shard < n_shards; shard++) {
+            gm_part part = gm_layout_part(layout, id, shard);
+            parts = gm_py_append(parts, Py_BuildValue("(KK)", (unsigned long long)part.first,
+                                                      (unsigned long long)part.numel));
+        }
+        all = gm_py_append(all, parts);
+    }
+    return all;
+}
+
+static PyObject *parts_of(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *sequence, *parts = NULL;
+    Py_ssize_t chunk_bytes;
+    unsigned int n_shards;
+    size_t n;
+    gm_layout *layout;
+    GM_PY_TRY(PyArg_ParseTuple(args, "OnI", &sequence, &chunk_bytes, &n_shards));
+    gm_engine_param *table = gm_py_array(sequence, sizeof *table, parse_param, &n);
+    GM_PY_TRY(table);
+    gm_status status =
+        gm_engine_lay_out(table, (uint32_t)n, (size_t)chunk_bytes, n_shards, &layout);
+    if (status == GM_OK) {
+        parts = list_parts(layout, (uint32_t)n, n_shards);
+        gm_layout_free(layout);
+    }
+    free(table);
+    return status == GM_OK ? parts : gm_py_raise(status);
 }
 
 /* The engine's memory outlives this as long as tensors show it (leases hold references); with it
@@ -518,6 +574,8 @@ static PyMethodDef core_methods[] = {
 };
 
 static PyMethodDef module_methods[] = {
+    GM_PY_METHOD("parts", parts_of, METH_VARARGS,
+                 "parts(params, chunk_bytes, n_shards) -> (first, n) in each shard, of each"),
     GM_PY_METHOD("chunk_search", gm_py_chunk_search, METH_VARARGS,
                  "chunk_search(params, min_bytes, range_bytes, n_grids) -> chunk bytes"),
     GM_PY_METHOD("torch_abi_init", torch_abi_init, METH_NOARGS,

@@ -28,10 +28,10 @@ typedef struct gm_engine_param {
     uint32_t weight_bytes; /* of one element */
     gm_dtype format;       /* meaningful when has_low, has_moments or has_grad */
     bool has_low;          /* keeps the fp32 master's low part (never for GM_F32) */
-    bool has_moments;      /* Adam's m and v, or, where updates are opaque, state_bytes */
+    bool has_moments;      /* Adam's m and v, or what gm_opaque keeps there */
     bool has_grad;         /* the engine takes its gradient */
-    uint64_t state_bytes;  /* of the states that gm_opaque keeps there; else 0 */
     const char *name;      /* in errors; copied; NULL: it has none */
+    uint64_t cut;          /* where ranks may have parts of it: gm_param_spec */
 } gm_engine_param;
 
 /* One opaque update (opaque.c): of these parameters of a chunk, whose weights, states and gradients
@@ -83,6 +83,9 @@ typedef struct gm_engine_options {
     size_t (*outside_bytes)(void *context);
     void *outside_context;
     gm_opaque opaque; /* run NULL: updates are Adam's */
+    /* (n_shards, n_params) bytes of the states that it keeps of each shard's part of a parameter;
+     * NULL: none. */
+    const uint64_t *state_bytes;
 } gm_engine_options;
 
 typedef enum gm_field {
@@ -104,6 +107,9 @@ typedef struct gm_engine_stats {
 /* Fails with GM_ERR_NOMEM, before allocating, when the host has no room for the homes and the
  * device none for what would have to stay there, or when policy "cuda" does not fit the budget. */
 gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out);
+/* The layout that it makes for these, before there is one. */
+gm_status gm_engine_lay_out(const gm_engine_param *params, uint32_t n_params, size_t chunk_bytes,
+                            uint32_t n_shards, gm_layout **out);
 void gm_engine_ref(gm_engine *engine);
 void gm_engine_unref(gm_engine *engine); /* frees with the last reference; NULL is fine */
 /* Waits for updates that run on the workers: before they are freed, which the engine may
@@ -121,7 +127,7 @@ typedef struct gm_opaque_place {
     uintptr_t weight, low, grad, states;
 } gm_opaque_place;
 void gm_engine_opaque_place(const gm_engine *engine, uint32_t param, gm_opaque_place *out);
-/* Bytes [first, first + n) of the state_bytes that one parameter has; the host waits. */
+/* Bytes [first, first + n) of the states that this rank has of a parameter; the host waits. */
 gm_status gm_engine_states_read(gm_engine *engine, uint32_t param, uint64_t first, uint64_t n,
                                 void *dst);
 gm_status gm_engine_states_write(gm_engine *engine, uint32_t param, uint64_t first, uint64_t n,

@@ -37,7 +37,8 @@ typedef struct gm_param {
     /* This rank's part: elements [part_first, part_first + part_numel), at part_offset of the
      * shard. */
     uint64_t part_first, part_numel, part_offset;
-    size_t state_offset; /* of its opaque states, in the chunk's piece */
+    size_t state_offset; /* of its part's opaque states, in the chunk's piece */
+    size_t state_bytes;
     gm_grad_state grad;  /* written in gradient.c alone */
     gm_sum_state sum;
     uint64_t arrival; /* the pass in which the last gradient arrived */
@@ -124,7 +125,7 @@ typedef enum gm_gathered_state {
 
 typedef struct gm_chunk_state {
     uint32_t first_param, n_params; /* in engine->chunk_params */
-    size_t opaque_bytes;            /* of the piece of states, behind low parts */
+    size_t opaque_bytes;            /* of the piece of states, behind low parts; on any rank */
     uint32_t n_arrived;             /* of them, gradients in this pass */
     bool is_late;                   /* some came after those that are usual, and are not summed */
     uint32_t n_held;                /* of them, gm_is_held */
@@ -739,7 +740,8 @@ void gm_speculation_forget(gm_engine *engine);
 /* opaque.c */
 void gm_opaque_init(gm_engine *engine, const gm_engine_options *options);
 void gm_opaque_free(gm_engine *engine);
-void gm_opaque_lay_out(gm_engine *engine); /* the parameters of chunks are known */
+gm_status gm_opaque_lay_out(gm_engine *engine,
+                            const gm_engine_options *options); /* chunks know their parameters */
 static inline bool gm_is_opaque(const gm_engine *engine)
 {
     return engine->opaque.caller.run != NULL;

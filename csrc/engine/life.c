@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-/* Parameters share a chunk when all of this agrees; below 64, as layout.c's search expects. */
+/* Parameters share a chunk when all of this agrees; below 64, as layout.c expects. */
 static uint32_t kind_of(const gm_engine_param *spec)
 {
     uint32_t flags =
@@ -101,42 +101,43 @@ void gm_engine_unref(gm_engine *engine)
     }
 }
 
+gm_status gm_engine_lay_out(const gm_engine_param *params, uint32_t n, size_t chunk_bytes,
+                            uint32_t n_shards, gm_layout **out)
+{
+    gm_param_spec *specs = calloc(n ? n : 1, sizeof *specs);
+    GM_FAIL_IF(!specs, GM_ERR_NOMEM, "HOST: table of %u parameters", n);
+    for (uint32_t i = 0; i < n; i++) {
+        specs[i] = (gm_param_spec){
+            .numel = params[i].numel,
+            .kind = kind_of(&params[i]),
+            .weight_bytes = params[i].weight_bytes,
+            .cut = params[i].cut,
+        };
+    }
+    gm_status status = gm_layout_new(specs, n, chunk_bytes, n_shards, out);
+    free(specs);
+    return status;
+}
+
 static gm_status copy_params(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n = options->n_params;
     engine->n_params = n;
     engine->params = calloc(n ? n : 1, sizeof *engine->params);
-    gm_param_spec *specs = calloc(n ? n : 1, sizeof *specs);
-    if (!engine->params || !specs) {
-        free(specs);
-        return GM_FAIL(GM_ERR_NOMEM, "HOST: table of %u parameters", n);
-    }
+    GM_FAIL_IF(!engine->params, GM_ERR_NOMEM, "HOST: table of %u parameters", n);
     for (uint32_t i = 0; i < n; i++) {
         engine->params[i].spec = options->params[i];
         engine->params[i].spec.name = gm_names_copy(options->params[i].name);
-        specs[i] = (gm_param_spec){
-            .numel = options->params[i].numel,
-            .kind = kind_of(&options->params[i]),
-            .weight_bytes = options->params[i].weight_bytes,
-        };
     }
-    gm_status status =
-        gm_layout_new(specs, n, options->chunk_bytes, engine->ranks.n_shards, &engine->layout);
-    free(specs);
-    GM_TRY(status);
+    GM_TRY(gm_engine_lay_out(options->params, n, options->chunk_bytes, engine->ranks.n_shards,
+                             &engine->layout));
     for (uint32_t i = 0; i < n; i++) {
         gm_param *p = &engine->params[i];
+        gm_part part = gm_layout_part(engine->layout, i, engine->ranks.rank);
         p->place = *gm_layout_param(engine->layout, i);
-        uint64_t shard = gm_layout_chunk(engine->layout, p->place.chunk)->shard_numel;
-        uint64_t begin = engine->ranks.rank * shard, end = begin + shard; /* in the chunk */
-        uint64_t first = p->place.offset > begin ? p->place.offset : begin;
-        uint64_t last = p->place.offset + p->spec.numel;
-        last = last < end ? last : end;
-        if (first < last) {
-            p->part_first = first - p->place.offset;
-            p->part_numel = last - first;
-            p->part_offset = first - begin;
-        }
+        p->part_first = part.first;
+        p->part_numel = part.numel;
+        p->part_offset = part.offset;
     }
     return GM_OK;
 }
@@ -332,7 +333,7 @@ gm_status gm_engine_new(const gm_engine_options *options, gm_engine **out)
     GM_TRY_GOTO(status, fail, copy_params(engine, options));
     GM_TRY_GOTO(status, fail, index_units(engine, options));
     GM_TRY_GOTO(status, fail, index_chunks(engine));
-    gm_opaque_lay_out(engine);
+    GM_TRY_GOTO(status, fail, gm_opaque_lay_out(engine, options));
     GM_TRY_GOTO(status, fail, gm_names_new(engine, options));
     GM_TRY_GOTO(status, fail, gm_sums_new(engine));
     GM_TRY_GOTO(status, fail, gm_saving_new(engine));

@@ -37,21 +37,36 @@ void gm_opaque_free(gm_engine *engine)
     pthread_cond_destroy(&engine->opaque.ended);
 }
 
-void gm_opaque_lay_out(gm_engine *engine)
+/* As the chunk has them on one rank; the pieces are as large as that of the rank with the most:
+ * ranks share plans. */
+static void lay_out(gm_engine *engine, uint32_t chunk, uint32_t rank, const uint64_t *bytes)
+{
+    gm_chunk_state *state = &engine->chunk_states[chunk];
+    size_t low = gm_low_bytes(gm_chunk_spec(engine, chunk)) *
+                 gm_layout_chunk(engine->layout, chunk)->shard_numel;
+    size_t at = gm_round_up(low, GM_ALIGN), end = low;
+    for (uint32_t i = 0; i < state->n_params; i++) {
+        uint32_t id = engine->chunk_params[state->first_param + i];
+        if (rank == engine->ranks.rank) {
+            engine->params[id].state_offset = at;
+            engine->params[id].state_bytes = bytes[id];
+        }
+        at += gm_round_up(bytes[id], GM_ALIGN);
+        end = bytes[id] > 0 ? at : end;
+    }
+    state->opaque_bytes = end - low > state->opaque_bytes ? end - low : state->opaque_bytes;
+}
+
+gm_status gm_opaque_lay_out(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n = gm_is_opaque(engine) ? gm_layout_n_chunks(engine->layout) : 0;
+    GM_FAIL_IF(n && !options->state_bytes, GM_ERR_ARG, "no state_bytes of opaque updates");
     for (uint32_t chunk = 0; chunk < n; chunk++) {
-        gm_chunk_state *state = &engine->chunk_states[chunk];
-        size_t low = gm_low_bytes(gm_chunk_spec(engine, chunk)) *
-                     gm_layout_chunk(engine->layout, chunk)->shard_numel;
-        size_t at = gm_round_up(low, GM_ALIGN);
-        for (uint32_t i = 0; i < state->n_params; i++) {
-            gm_param *p = &engine->params[engine->chunk_params[state->first_param + i]];
-            p->state_offset = at;
-            at += gm_round_up(p->spec.state_bytes, GM_ALIGN);
-            state->opaque_bytes = p->spec.state_bytes > 0 ? at - low : state->opaque_bytes;
+        for (uint32_t rank = 0; rank < engine->ranks.n_shards; rank++) {
+            lay_out(engine, chunk, rank, options->state_bytes + (size_t)rank * engine->n_params);
         }
     }
+    return GM_OK;
 }
 
 void gm_engine_opaque_place(const gm_engine *engine, uint32_t id, gm_opaque_place *out)
@@ -84,7 +99,7 @@ gm_status gm_opaque_wait(gm_engine *engine)
 gm_status gm_opaque_check_states(const gm_engine *engine, uint32_t id, uint64_t first, uint64_t n)
 {
     GM_TRY(gm_engine_check_param(engine, id));
-    uint64_t bytes = gm_is_opaque(engine) ? engine->params[id].spec.state_bytes : 0;
+    uint64_t bytes = gm_is_opaque(engine) ? engine->params[id].state_bytes : 0;
     GM_FAIL_IF(first > bytes || n > bytes - first, GM_ERR_ARG,
                "bytes %llu to %llu of the states of %s, which has %llu of them",
                (unsigned long long)first, (unsigned long long)(first + n),

@@ -3,7 +3,8 @@
  * Parameters are packed in the given order.  Parameters of different kinds (weight format,
  * trainable or frozen) never share a chunk, because their chunks carry different states.  A chunk
  * is closed when the next parameter of its kind would take it beyond chunk_bytes; a larger
- * parameter gets a chunk of its own.
+ * parameter gets a chunk of its own.  Where there are several shards, and parameters of a kind that
+ * may not be cut anywhere, shards.h says which of them share a chunk, and in which order.
  *
  * Invariants
  *   1. Each parameter starts at a multiple of GM_ALIGN bytes of weight, as torch's allocator would
@@ -42,8 +43,11 @@ static inline bool gm_is_transient(gm_piece kind)
 
 typedef struct gm_param_spec {
     uint64_t numel;        /* may be 0 */
-    uint32_t kind;         /* parameters of equal kind may share a chunk */
+    uint32_t kind;         /* below 64; parameters of equal kind may share a chunk */
     uint32_t weight_bytes; /* of one element: 1, 2, 4, 8 or 16; equal within a kind */
+    /* Shards of it begin at multiples of so many elements, and the last has as many; 0, 1: they
+     * begin anywhere. */
+    uint64_t cut;
 } gm_param_spec;
 
 typedef struct gm_param_place {
@@ -51,6 +55,11 @@ typedef struct gm_param_place {
     uint64_t offset; /* elements from the chunk's start */
     uint64_t numel;
 } gm_param_place;
+
+/* What one shard has of a parameter: elements [first, first + numel), at `offset` of the shard. */
+typedef struct gm_part {
+    uint64_t first, numel, offset; /* numel 0: nothing */
+} gm_part;
 
 typedef struct gm_chunk_shape {
     uint32_t kind;
@@ -70,6 +79,7 @@ void gm_layout_free(gm_layout *layout); /* NULL is fine */
 uint32_t gm_layout_n_chunks(const gm_layout *layout);
 const gm_chunk_shape *gm_layout_chunk(const gm_layout *layout, uint32_t chunk);
 const gm_param_place *gm_layout_param(const gm_layout *layout, uint32_t param);
+gm_part gm_layout_part(const gm_layout *layout, uint32_t param, uint32_t shard);
 /* Identifies the layout: equal on ranks with equal models.  FNV-1a over all places. */
 uint64_t gm_layout_hash(const gm_layout *layout);
 

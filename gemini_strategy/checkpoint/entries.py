@@ -76,6 +76,21 @@ class State(Field):
         core.states_write(self.slot.id, *place, values.data_ptr(), self.slot.engine.stream())
 
 
+def check(runtime: Runtime) -> None:
+    """Refuses what cannot be saved or loaded yet.
+
+    Raises:
+        GeminiError: several ranks have parts of the states.
+    """
+    if runtime.opaque is not None and runtime.ranks.shard.size > 1:
+        kinds = " and ".join(member.kind.__name__ for member in runtime.opaque.members)
+        raise GeminiError(
+            f"the states of {kinds} are in parts on {runtime.ranks.shard.size} ranks, and engine.save() and load() "
+            "take those of ranks that have the whole alone: use torch.save() with engine.state_dict(rank0_only=True), "
+            "or enable_distributed_storage=False"
+        )
+
+
 def _places(slot: Slot, entry: Any) -> dict[opaque.Path, tuple[str, ...]]:
     """Of each leaf, where it is in the nested state."""
     used: set[str] = set()

@@ -232,6 +232,7 @@ class _Loading:
     def _check_entries(self, saved: dict[str, Any]) -> None:
         """The states of an optimizer that steps by itself."""
         opaque: Any = self._runtime.opaque
+        entries.check(self._runtime)
         opaque.settle()
         self._own = self._decoded(saved["own"], 0)
         by_name = {slot.name: slot for slot in self._runtime.slots}

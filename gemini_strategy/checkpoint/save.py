@@ -181,6 +181,8 @@ def _begin(runtime: Runtime, wanted: Wanted) -> Model:
     for number, group in enumerate(runtime.optimizer.param_groups if is_adam else ()):
         check_options(number, group)
     if runtime.opaque is not None:
+        if wanted.with_optimizer:
+            entries.check(runtime)
         runtime.opaque.settle()
     runtime.recover()
     runtime.check_assigned()

@@ -55,7 +55,8 @@ class _PaperRanks:
     """Ranks that all do the same, as Registration wants to find them."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.rank = size, 0
+        self.shard = self
 
     def gather(self, what: str, value: Any) -> list[Any]:
         return [value] * self.size

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gemini_strategy import _torch
+from gemini_strategy.optim.opaque import Leaf
+from gemini_strategy.optim.opaque_parts import Part
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -24,6 +27,8 @@ def tensor_at(
 ) -> torch.Tensor:
     """A plain tensor on dense memory of the engine, which does not own it."""
     n_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if n_bytes == 0:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     with torch.inference_mode(False), torch.no_grad():
         storage = _torch.storage_from_address(address, device, n_bytes)
         tensor = torch.empty(0, dtype=dtype, device=device)
@@ -33,9 +38,9 @@ def tensor_at(
 class StandIn:
     """What the optimizer's step() gets for one parameter."""
 
-    def __init__(self, slot: Slot, core: Any, grad_dtype: torch.dtype) -> None:
+    def __init__(self, slot: Slot, part: Part, core: Any, grad_dtype: torch.dtype) -> None:
         weight, low, grad, self.states = core.opaque_place(slot.id)
-        where = slot.shape, slot.strides
+        where = part.shape, part.strides
         self.weight = tensor_at(weight, *where, slot.dtype, slot.device)
         self.grad = tensor_at(grad, *where, grad_dtype, slot.device)
         self.low = None
@@ -118,3 +123,34 @@ def on_stream(device: torch.device, stream: int, returns: bool) -> Iterator[None
         yield
     if returns:
         caller.wait_stream(updates)
+
+
+def room(leaf: Leaf) -> torch.Tensor:
+    """For its values, on the host."""
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu")
+
+
+def twin(
+    tensor: torch.Tensor, device: torch.device, twins: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """A copy there, one of each tensor."""
+    if id(tensor) not in twins:
+        twins[id(tensor)] = tensor.detach().to(device, copy=True)
+    return twins[id(tensor)]
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+def is_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        is_both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return is_both and a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+    return a is b or bool(a == b)

@@ -91,6 +91,10 @@ class Form:
     devices: Mapping[Path, torch.device]
     shared: frozenset[Path]
 
+    def shapes(self) -> dict[Path, tuple[int, ...]]:
+        """Likewise."""
+        return {path: tuple(tensor.shape) for path, tensor in leaves(self.entry)}
+
     def dtypes(self) -> dict[Path, torch.dtype]:
         """Of all leaves, in the chunk or not."""
         return {path: tensor.dtype for path, tensor in leaves(self.entry)}

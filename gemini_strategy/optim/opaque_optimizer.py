@@ -12,16 +12,17 @@ Invariants
        under the next forward, unless they write such values; all have run before the next step begins, or states are
        looked at.
     3. What a program has of states are copies (opaque_states.py), which are taken back before states are used.
+    4. Of several ranks each steps its part of a parameter (opaque_parts.py). Reading is a collective: all ranks get the
+       entry of the whole. Writing is not: every rank takes its part of the same entry. All know who has an entry.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +30,19 @@ import torch
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque, overrides, parts, rehearsal
-from gemini_strategy.optim.chunk_tensors import StandIn, on_stream, tensor_at
+from gemini_strategy.optim.chunk_tensors import (
+    StandIn,
+    copied,
+    is_equal,
+    on_stream,
+    room,
+    tensor_at,
+    twin,
+)
 from gemini_strategy.optim.opaque import Form, Leaf, Path, is_kept_in_chunk, leaves, with_leaves
-from gemini_strategy.optim.opaque_states import Copies
-from gemini_strategy.optim.stage import way_of
+from gemini_strategy.optim.opaque_parts import Divisions, Part, forked, values_of
+from gemini_strategy.optim.opaque_states import Copies, Snapshots
+from gemini_strategy.optim.stage import sorts_of
 from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.weakly import weak_method
 
@@ -68,12 +78,6 @@ class OpaqueOptimizer:
     """
 
     def __init__(self, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
-        if runtime.ranks.size > 1:
-            raise GeminiError(
-                f"{type(optimizer).__name__} on {runtime.ranks.size} ranks: on several ranks torch.optim.AdamW, "
-                "torch.optim.Adam, gemini_strategy.HybridAdam and gemini_strategy.CPUAdam are supported; use one of "
-                "them, or one rank"
-            )
         self._runtime = weakref.ref(runtime)
         self.kind = type(optimizer)
         self._device = runtime.device
@@ -85,13 +89,15 @@ class OpaqueOptimizer:
             for p, dtype in dtypes.items()
         }
         self._rehearsed = rehearsal.rehearse(optimizer, self._dtypes, self._device)
-        self._group_of, self._sorts = _group_of(optimizer), self._sorted(optimizer)
+        self._group_of, self._sorts = _group_of(optimizer), sorts_of(optimizer)
         self._settings = overrides.settings_of(optimizer)
-        self._forms: dict[Slot, Form] = {}
+        self._divisions = Divisions(self._form_of, self._rehearsed.cut == "row")
         self._by_shape: dict[Any, Form] = {}
         self._stand_ins: dict[Slot, StandIn] = {}
-        self._entries: dict[Slot, dict[Any, Any]] = {}
-        self._copies = Copies(self)
+        self._entries: dict[Slot, dict[Any, Any]] = {}  # of this rank's parts
+        self._known: set[Slot] = set()  # several ranks: who has one, on whichever rank
+        self._has_shards = runtime.ranks.shard.size > 1
+        self._copies: Copies | Snapshots = Snapshots(self) if self._has_shards else Copies(self)
         self._dropped: list[Slot] = []
         self._optimizer = weakref.ref(optimizer)
         self._recipes: list[dict[str, Any]] = []
@@ -104,8 +110,22 @@ class OpaqueOptimizer:
 
     # ---- what a chunk has ----
 
+    def cut(self, slot: Slot) -> int:
+        """Elements of a parameter between the places where it may be cut, as the rehearsal has found them."""
+        kind, numel = self._rehearsed.cut, max(math.prod(slot.shape), 1)
+        if kind == "whole" or not slot.is_row_major:
+            return numel  # a part's elements would lie otherwise than the whole's
+        if kind == "row":
+            return numel // slot.shape[0] if len(slot.shape) > 1 and numel > 1 else numel
+        return self._rehearsed.block
+
+    def divide(self, slot: Slot, parts: Sequence[tuple[int, int]]) -> list[int]:
+        """Bytes of a parameter's states in its chunk on each rank, before there are any. See Divisions."""
+        forms = self._divisions.divide(slot, parts).forms
+        return [0 if form is None else form.nbytes for form in forms]
+
     def state_bytes(self, slot: Slot) -> int:
-        """Of a parameter's states in its chunk, before there are any."""
+        """Of a parameter's states in chunks, on all ranks together."""
         return self.form(slot).nbytes
 
     def dtype(self, slot: Slot) -> torch.dtype:
@@ -113,23 +133,18 @@ class OpaqueOptimizer:
         return torch.float32 if slot.has_low else slot.dtype
 
     def form(self, slot: Slot) -> Form:
-        """See Form."""
-        form = self._forms.get(slot)
-        if form is None:
-            optimizer = self._optimizer()
-            number = self._group_of.get(id(slot.parameter), 0)
-            dtype = self.dtype(slot)
-            settings = self._settings.get(id(slot.parameter), {})
-            key = number, slot.shape, slot.strides, dtype, repr(sorted(settings.items()))
-            form = self._by_shape.get(key)
-            if form is None:
-                plain = self._plain(optimizer)
-                found = rehearsal.states_like(
-                    plain, number, slot.shape, slot.strides, dtype, slot.device, settings
-                )
-                form = self._by_shape[key] = Form.of(*found)
-            self._forms[slot] = form
-        return form
+        """See Form; of the whole, wherever its parts are."""
+        return self._divisions.of(slot).whole
+
+    def _form_of(self, slot: Slot, part: Part) -> Form:
+        number, dtype = self._group_of.get(id(slot.parameter), 0), self.dtype(slot)
+        settings = self._settings.get(id(slot.parameter), {})
+        key = number, part.shape, part.strides, dtype, repr(sorted(settings.items()))
+        if key not in self._by_shape:
+            plain, where = self._plain(self._optimizer()), (part.shape, part.strides)
+            found = rehearsal.states_like(plain, number, *where, dtype, slot.device, settings)
+            self._by_shape[key] = Form.of(*found)
+        return self._by_shape[key]
 
     def _plain(self, optimizer: Any) -> Any:
         """As it was before manage()."""
@@ -141,8 +156,9 @@ class OpaqueOptimizer:
     def _stand_in(self, slot: Slot) -> StandIn:
         made = self._stand_ins.get(slot)
         if made is None:
-            runtime = slot.engine
-            made = StandIn(slot, runtime.core, runtime.grad_dtype(slot))
+            runtime, part = slot.engine, self._divisions.part(slot)
+            assert part is not None
+            made = StandIn(slot, part, runtime.core, runtime.grad_dtype(slot))
             self._stand_ins[slot] = made
         return made
 
@@ -187,12 +203,12 @@ class OpaqueOptimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
         now = {k: v for k, v in optimizer.param_groups[number].items() if k not in _NAMES}
-        if self._end is not None and _is_equal(now, self._end.options[number]):
+        if self._end is not None and is_equal(now, self._end.options[number]):
             now = self._start.options[number]  # the step that runs has written the others
         for index, values in enumerate(self._recipes):
-            if _is_equal(values, now):
+            if is_equal(values, now):
                 return index + 1
-        self._recipes.append({k: _copied(v) for k, v in now.items()})
+        self._recipes.append({k: copied(v) for k, v in now.items()})
         return len(self._recipes)
 
     @property
@@ -227,46 +243,46 @@ class OpaqueOptimizer:
         self._settings = overrides.settings_of(optimizer)
         self._regroup(optimizer)
         own = parts.Own.of(optimizer)
-        options = [{k: _copied(v) for k, v in group.items()} for group in own.options]
+        options = [{k: copied(v) for k, v in group.items()} for group in own.options]
         self._start, self._end = parts.Own(own.attributes, options), None
         kind = runtime.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._recipes = self._recipes[-64:]
 
-    def _sorted(self, optimizer: Any) -> list[Any]:
-        """Of each group what decides which way a step takes, and how many parameters it has."""
-        return [
-            (
-                {
-                    key: way_of(v)
-                    for key, v in group.items()
-                    if key not in _NAMES and not (key == "lr" and type(v) is float)
-                },
-                len(group["params"]),
-            )
-            for group in optimizer.param_groups
-        ]
-
     def _regroup(self, optimizer: Any) -> None:
         """Groups may have been edited: what was rehearsed has to hold for them, too."""
-        sorts, group_of = self._sorted(optimizer), _group_of(optimizer)
+        sorts, group_of = sorts_of(optimizer), _group_of(optimizer)
         if sorts == self._sorts and group_of == self._group_of:
             return
         rehearsed = rehearsal.rehearse(self._plain(optimizer), self._dtypes, self._device)
-        before = self._group_of, self._by_shape, self._forms
-        self._group_of, self._by_shape, self._forms = group_of, {}, {}
+        was = self._rehearsed
+        if self._has_shards and (rehearsed.cut, rehearsed.block) != (was.cut, was.block):
+            raise GeminiError(
+                f"with param groups as they are, {self.kind.__name__} may be cut at each {rehearsed.cut}, and ranks "
+                f"have parts that are cut at each {was.cut}: put the groups back, or close() and manage() again"
+            )
+        before = self._group_of, self._by_shape, self._divisions
+        self._group_of, self._by_shape = group_of, {}
+        self._divisions = Divisions(self._form_of, rehearsed.cut == "row")
         try:
-            for slot, form in before[2].items():
-                if slot.has_moments and self.form(slot).places != form.places:
+            for slot, division in before[2].made.items():
+                form = division.whole
+                now = self._divisions.divide(slot, division.spans())
+                if slot.has_moments and now.whole.places != form.places:
                     raise GeminiError(
                         f"{slot.name}: with param group {group_of.get(id(slot.parameter), 0)} as it is now its states "
                         f"are {self.form(slot)}, and the engine has place for {form}: states are found at manage(); "
                         "put the group back as it was, or close() the engine and manage() again"
                     )
         except BaseException:
-            self._group_of, self._by_shape, self._forms = before
+            self._group_of, self._by_shape, self._divisions = before
             raise
         self._sorts, self._rehearsed = sorts, rehearsed
+
+    def values(self) -> dict[str, str]:
+        """What the optimizer has besides parameters and states, by names, for ranks to compare."""
+        own = parts.Own.of(self._optimizer())  # type: ignore[arg-type]
+        return values_of(own, self._rehearsed.writes_itself)
 
     def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
         """Steps these parameters; gives whether their gradients were written."""
@@ -289,19 +305,24 @@ class OpaqueOptimizer:
                 return self._run([runtime.slots_by_id[i] for i in ids], factor)
         except BaseException as error:
             self.error = error
+            runtime.ranks.abort(f"the optimizer's step(): {type(error).__name__}: {error}")
             raise
 
     def end(self, slots: Iterable[Slot], stream: int) -> None:
-        """The core has stepped these parameters: what of a step is not in bytes follows."""
+        """The core has stepped these parameters, on all ranks: what of a step is not in bytes follows."""
+        slots = list(slots)
         ids = [slot.id for slot in slots if math.prod(slot.shape) == 0]  # the core updates bytes
-        if ids:
+        # What step() writes to the optimizer it writes where a rank has nothing of all these, too.
+        is_idle = slots and self._end is None and self._rehearsed.writes_itself
+        if ids or is_idle:
             self.run(ids, 1.0, 0, stream)
+        self._known.update(slot for slot in slots if self.form(slot).entry)
 
     def finish(self) -> None:
         """The step is taken: what a program has of states and gradients follows."""
         optimizer = self._optimizer()
         if self._end is not None:  # what it counts itself is no change of groups
-            self._sorts = self._sorted(optimizer)
+            self._sorts = sorts_of(optimizer)
         dropped, self._dropped = self._dropped, []
         for slot in dropped:
             if slot.engine.core.has_grad(slot.id):
@@ -392,9 +413,9 @@ class OpaqueOptimizer:
     def _adopted(self, slot: Slot, entry: dict[Any, Any]) -> dict[Any, Any]:
         """The entry that a step has left, with its tensors in the chunk."""
         stand_in = self._stand_in(slot)
-        form = self.form(slot)
+        form = self._divisions.form(slot)
         kept = self._kept(slot, entry)
-        self._check(slot, kept)
+        self._check(slot, {leaf.path: leaf for leaf, _ in form.places}, kept)
         moved = {}
         for leaf, offset in form.places:
             tensor = kept.get(leaf.path)
@@ -419,13 +440,14 @@ class OpaqueOptimizer:
 
     def _kept(self, slot: Slot, entry: Mapping[Any, Any]) -> dict[Path, torch.Tensor]:
         """What of an entry belongs into the chunk."""
-        shared, weight = self.form(slot).shared, self._stand_in(slot).weight
+        shared, weight = self._divisions.form(slot).shared, self._stand_in(slot).weight
         found = leaves(entry)
         return {p: t for p, t in found if p not in shared and is_kept_in_chunk(t, weight)}
 
-    def _check(self, slot: Slot, kept: Mapping[Path, torch.Tensor]) -> None:
-        """The states have the forms that the chunk has places for."""
-        wanted = self._paths(slot)
+    def _check(
+        self, slot: Slot, wanted: Mapping[Path, Leaf], kept: Mapping[Path, torch.Tensor]
+    ) -> None:
+        """The states have the forms that there are places for."""
         again = "states are found at manage(), and stay what they are; close() the engine and manage() again"
         for path, tensor in kept.items():
             what = f"{slot.name}: its state {opaque.text(path)} of {self.kind.__name__}"
@@ -447,7 +469,7 @@ class OpaqueOptimizer:
 
     def has(self, slot: Slot) -> bool:
         """Whether the parameter has an entry."""
-        return slot in self._entries
+        return slot in (self._known if self._has_shards else self._entries)
 
     def slots(self) -> list[Slot]:
         """Those that have entries, in the order of the groups."""
@@ -455,7 +477,8 @@ class OpaqueOptimizer:
         optimizer = self._optimizer()
         groups = () if optimizer is None else optimizer.param_groups
         order = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
-        return sorted(self._entries, key=lambda slot: order.get(id(slot.parameter), len(order)))
+        known = self._known if self._has_shards else self._entries
+        return sorted(known, key=lambda slot: order.get(id(slot.parameter), len(order)))
 
     def settle(self) -> None:
         """Entries are what the last step and the program have made of them, and may be looked at."""
@@ -466,24 +489,28 @@ class OpaqueOptimizer:
             break  # all of one device wait for one stream
 
     def entry(self, slot: Slot) -> dict[Any, Any] | None:
-        """The optimizer's own; None: there is none."""
+        """The optimizer's own, of this rank's part; None: there is none."""
         return self._entries.get(slot)
 
     def kept(self, slot: Slot) -> dict[Path, torch.Tensor]:
         """What of the parameter's entry is in its chunk, copied to the host."""
         own = {path for path, _ in leaves(self._entries.get(slot, {}))}
         found: dict[Path, torch.Tensor] = {}
-        for leaf, at in self.form(slot).places:
+        for leaf, at in self._divisions.places(slot):
             if leaf.path in own:
-                values = _room(leaf)
+                values = room(leaf)
                 slot.engine.core.states_read(slot.id, at, leaf.nbytes, values.data_ptr())
                 found[leaf.path] = values
         return found
 
-    def read(self, slot: Slot, twins: dict[int, torch.Tensor] | None = None) -> dict[Any, Any]:
+    def read(
+        self, slot: Slot, twins: dict[int, torch.Tensor] | None = None, root: int | None = None
+    ) -> dict[Any, Any]:
         """A copy of the parameter's entry, on the host; empty: there is none.
 
-        `twins`: one for all reads that are to have one copy of what several parameters share.
+        Args:
+            twins: one for all reads that are to have one copy of what several parameters share.
+            root: the rank that gets it, other ranks have zeros in it; None: all get it.
         """
         self._look()
         self._copies.take(slot)
@@ -491,19 +518,26 @@ class OpaqueOptimizer:
         entry = self._entries.get(slot, {})
         kept, twins = self.kept(slot), {} if twins is None else twins
         cpu = torch.device("cpu")
-        rest = {path: _twin(t, cpu, twins) for path, t in leaves(entry) if path not in kept}
-        return with_leaves(_forked(entry), {**rest, **kept})
+        rest = {path: twin(t, cpu, twins) for path, t in leaves(entry) if path not in kept}
+        own = with_leaves(forked(entry), {**rest, **kept})
+        division = self._divisions.of(slot)
+        if division.is_whole or not self.has(slot):
+            return own
+        slot.engine.core.catch_up()
+        return division.joined(slot.engine.ranks, own, slot.device, root)
 
-    def snapshot(self, slot: Slot, twins: dict[int, torch.Tensor]) -> dict[Any, Any]:
+    def snapshot(
+        self, slot: Slot, twins: dict[int, torch.Tensor], root: int | None = None
+    ) -> dict[Any, Any]:
         """The same; what the program writes to it before the next use becomes the states'."""
-        entry = self.read(slot, twins)
+        entry = self.read(slot, twins, root)
         self._copies.watch(slot, entry)
         return entry
 
     def put(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
         """Sets what is no tensor of the chunk."""
         views = {path: t for path, t in self.views(slot).items() if path in dict(leaves(entry))}
-        self._entries[slot] = with_leaves(_forked(entry), views)
+        self._entries[slot] = with_leaves(forked(entry), views)
         self._note(slot)
 
     def adopt(self, slot: Slot, entry: dict[Any, Any]) -> None:
@@ -513,7 +547,7 @@ class OpaqueOptimizer:
         self._note(slot)
 
     def _note(self, slot: Slot) -> None:
-        slot.has_state = bool(self._entries.get(slot))
+        slot.has_state = self.has(slot) if self._has_shards else bool(self._entries.get(slot))
         slot.note_state_change()
 
     def views(self, slot: Slot) -> dict[Path, torch.Tensor]:
@@ -521,7 +555,7 @@ class OpaqueOptimizer:
         at, device = self._stand_in(slot).states, slot.device
         return {
             leaf.path: tensor_at(at + offset, leaf.shape, leaf.stride, leaf.dtype, device)
-            for leaf, offset in self.form(slot).places
+            for leaf, offset in self._divisions.places(slot)
         }
 
     def store(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
@@ -530,12 +564,20 @@ class OpaqueOptimizer:
         Raises:
             GeminiError: its tensors are not those that this optimizer makes of such a parameter.
         """
-        self._check(slot, self._kept(slot, entry))
-        form, found = self.form(slot), dict(leaves(entry))
+        self._known.add(slot)
+        for path, tensor in leaves(entry):
+            slot.engine.written.note(slot, f"state {opaque.text(path)}", tensor)
+        if self._divisions.part(slot) is None:
+            self._note(slot)
+            return
+        rank, form = slot.engine.ranks.shard.rank, self._divisions.form(slot)
+        entry = self._divisions.of(slot).own_entry(rank, entry, slot.device)
+        self._check(slot, {leaf.path: leaf for leaf, _ in form.places}, self._kept(slot, entry))
+        found = dict(leaves(entry))
         core, stream = slot.engine.core, slot.engine.stream()
         for leaf, at in form.places:
             if leaf.path in found:
-                values = _room(leaf).copy_(found[leaf.path])
+                values = room(leaf).copy_(found[leaf.path])
                 core.states_write(slot.id, at, leaf.nbytes, values.data_ptr(), stream)
         self.put(slot, entry)
 
@@ -555,7 +597,7 @@ class OpaqueOptimizer:
         if is_copied:
             self.check(slot, entry)
             entry = self._converted(slot, entry, {} if twins is None else twins)
-        self._check(slot, self._kept(slot, entry))
+        self.check(slot, entry)
         self._copies.forget(slot)
         self.store(slot, entry)
         if not is_copied:
@@ -572,8 +614,8 @@ class OpaqueOptimizer:
             if path in places:
                 made[path] = tensor.detach().to(dtype)
             else:
-                made[path] = _twin(tensor, form.devices.get(path, tensor.device), twins).to(dtype)
-        return with_leaves(_forked(entry), made)
+                made[path] = twin(tensor, form.devices.get(path, tensor.device), twins).to(dtype)
+        return with_leaves(forked(entry), made)
 
     def move_in(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
         """The engine begins with this entry; the program may keep its tensors, unless they are in another dtype."""
@@ -585,7 +627,8 @@ class OpaqueOptimizer:
         """The parameter has no entry any more."""
         self._look()
         self._copies.forget(slot)
-        del self._entries[slot]
+        self._entries.pop(slot, None)
+        self._known.discard(slot)
         self._note(slot)
 
     def check_unwritten(self) -> None:
@@ -613,7 +656,7 @@ class OpaqueOptimizer:
                 kept[path] = tensor.to(places[path].dtype) if is_float else tensor
             elif path not in shared and tensor.numel() > 1:
                 kept[path] = tensor
-        self._check(slot, kept)
+        self._check(slot, places, kept)
         missing = sorted(opaque.text(path) for path in places.keys() - kept.keys())
         if is_whole and entry and missing:
             raise GeminiError(
@@ -632,18 +675,19 @@ class OpaqueOptimizer:
         on_device = {p for p, t in self.form(slot).devices.items() if t == slot.device}
         goes = self._paths(slot).keys() | (on_device if slot.device.type != "cpu" else set())
         found = leaves(entry)
-        moved = {p: _twin(t, device, twins) for p, t in found if p in goes and t.device != device}
+        moved = {p: twin(t, device, twins) for p, t in found if p in goes and t.device != device}
         return with_leaves(entry, moved)
 
     def release(self) -> None:
         """The engine closes: what a program has is its own from now on."""
         self._copies.release()
-        self._entries, self._stand_ins = {}, {}
+        self._entries, self._stand_ins, self._known = {}, {}, set()
 
     def show(self, slot: Slot) -> dict[Any, Any]:
         """The parameter's entry as a program sees it, and may write it."""
         self._look()
-        self._entries.setdefault(slot, {})
+        if not self._has_shards:
+            self._entries.setdefault(slot, {})
         self._wait(slot)
         return self._copies.show(slot)
 
@@ -655,39 +699,3 @@ class OpaqueOptimizer:
 
     def _paths(self, slot: Slot) -> dict[Path, Leaf]:
         return {leaf.path: leaf for leaf, _ in self.form(slot).places}
-
-
-def _room(leaf: Leaf) -> torch.Tensor:
-    """For its values, on the host."""
-    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu")
-
-
-def _twin(
-    tensor: torch.Tensor, device: torch.device, twins: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    """A copy there, one of each tensor."""
-    if id(tensor) not in twins:
-        twins[id(tensor)] = tensor.detach().to(device, copy=True)
-    return twins[id(tensor)]
-
-
-def _forked(entry: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Another dict with the same values."""
-    return copy.copy(entry) if type(entry) is dict else dict(entry)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
-
-
-def _is_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        is_both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return is_both and a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
-    return a is b or bool(a == b)

@@ -24,6 +24,8 @@ import torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.moments import Shown
 from gemini_strategy.optim.opaque import Path, leaves, text, with_leaves
+from gemini_strategy.optim.opaque_parts import framed
+from gemini_strategy.ranks.ranks import fingerprint
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -43,6 +45,18 @@ class Kept(Protocol):
 
     def store(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
         """Another one, whose bytes go to the chunk."""
+
+    def read(self, slot: Slot) -> dict[Any, Any]:
+        """A copy, on the host."""
+
+    def sent(
+        self,
+        slot: Slot,
+        entry: Mapping[Any, Any],
+        device: torch.device,
+        twins: dict[int, torch.Tensor],
+    ) -> dict[Any, Any]:
+        """The same where it is with the parameter on that device."""
 
 
 class _Entry(dict[Any, Any]):
@@ -245,6 +259,84 @@ class Copies:
 
     def release(self) -> None:
         self._copies, self._last, self._watched = {}, None, []
+
+
+class Snapshots:
+    """The same where ranks have parts of a parameter: what a program is shown is what the states are then.
+
+    What it writes there is taken, once, before states are used the next time. What it writes later is refused.
+    """
+
+    def __init__(self, owner: Kept) -> None:
+        self._owner = weakref.ref(owner)
+        self._shown: dict[Slot, tuple[dict[Any, Any], Any, dict[Path, str]]] = {}
+        self._old: list[tuple[str, Path, weakref.ref[torch.Tensor], str]] = []
+
+    def show(self, slot: Slot) -> dict[Any, Any]:
+        self.take_all()
+        owner = self._owner()
+        assert owner is not None
+        entry = owner.sent(slot, owner.read(slot), slot.device, {})
+        self._shown[slot] = entry, framed(entry), _digests(entry)
+        return entry
+
+    def watch(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
+        """A state dict is a copy."""
+
+    def note(self, slot: Slot, entry: Mapping[Any, Any], kept: Mapping[Path, Any]) -> None:
+        self._remember(slot, {p: t for p, t in leaves(entry) if p in kept})
+
+    def forget(self, slot: Slot) -> None:
+        self._shown.pop(slot, None)
+
+    def take_all(self) -> None:
+        for slot in list(self._shown):
+            self.take(slot)
+        for name, path, tensor, digest in self._old:
+            now = tensor()
+            if now is not None and fingerprint(now, of_all=True) != digest:
+                self._old = []
+                raise GeminiError(
+                    f"{name}: a tensor that was its state {text(path)} was written after that state had been used "
+                    "again, so the write is lost: write to optimizer.state[p], taken anew each time"
+                )
+        self._old = [old for old in self._old if old[2]() is not None]
+
+    def take(self, slot: Slot) -> None:
+        owner, shown = self._owner(), self._shown.pop(slot, None)
+        if owner is None or shown is None:
+            return
+        entry, frame, digests = shown
+        if not (_is_equal(framed(entry), frame) and _digests(entry) == digests):
+            owner.store(slot, entry)
+        self._remember(slot, dict(leaves(entry)))
+
+    def _remember(self, slot: Slot, tensors: Mapping[Path, torch.Tensor]) -> None:
+        for path, t in tensors.items():
+            self._old.append((slot.name, path, weakref.ref(t), fingerprint(t, of_all=True)))
+
+    def check(self) -> None:
+        """What is written between a backward that begins a step and the step is refused as a late write."""
+
+    def any(self) -> bool:
+        return False
+
+    def renew(self) -> None:
+        """They are what the states were."""
+
+    def release(self) -> None:
+        self._shown, self._old = {}, []
+
+
+def _digests(entry: Any) -> dict[Path, str]:
+    return {path: fingerprint(tensor, of_all=True) for path, tensor in leaves(entry)}
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # arrays have no truth, for one
+        return False
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

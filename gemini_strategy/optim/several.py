@@ -107,6 +107,12 @@ class OpaqueSeveral:
         defers = all(member.core_arguments()["opaque_defers"] for member in self.members)
         return {"opaque": weak_method(self.run), "opaque_defers": defers}
 
+    def cut(self, slot: Slot) -> int:
+        return self.owner(slot).cut(slot)
+
+    def divide(self, slot: Slot, parts: Sequence[tuple[int, int]]) -> list[int]:
+        return self.owner(slot).divide(slot, parts)
+
     def state_bytes(self, slot: Slot) -> int:
         return self.owner(slot).state_bytes(slot)
 
@@ -116,6 +122,12 @@ class OpaqueSeveral:
     def begin(self) -> None:
         for member in self.members:
             member.begin()
+
+    def values(self) -> dict[str, str]:
+        every = [member.values() for member in self.members]
+        return {
+            f"{key} of optimizer {i}": v for i, own in enumerate(every) for key, v in own.items()
+        }
 
     def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
         """As OpaqueOptimizer.run; a step is of one of them."""
@@ -148,8 +160,10 @@ class OpaqueSeveral:
     def slots(self) -> list[Slot]:
         return [slot for member in self.members for slot in member.slots()]
 
-    def read(self, slot: Slot, twins: dict[int, torch.Tensor] | None = None) -> dict[Any, Any]:
-        return self.owner(slot).read(slot, twins)
+    def read(
+        self, slot: Slot, twins: dict[int, torch.Tensor] | None = None, root: int | None = None
+    ) -> dict[Any, Any]:
+        return self.owner(slot).read(slot, twins, root)
 
     def write(
         self,

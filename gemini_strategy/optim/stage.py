@@ -329,3 +329,18 @@ def sample(
         gradients[0] -= value * (value * gradients[0]).sum() / (value * value).sum()
     placed_gradients = tuple(placed(gradient) for gradient in gradients)
     return Sample(kind.group, placed(value), placed_gradients, kind.settings)
+
+
+def sorts_of(optimizer: Any) -> list[Any]:
+    """Of each group what decides which way a step takes, and how many parameters it has."""
+    return [
+        (
+            {
+                key: way_of(v)
+                for key, v in group.items()
+                if key not in ("params", "param_names") and not (key == "lr" and type(v) is float)
+            },
+            len(group["params"]),
+        )
+        for group in optimizer.param_groups
+    ]

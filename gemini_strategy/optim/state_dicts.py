@@ -82,7 +82,7 @@ def _opaque_state(
     """
     opaque, twins = engine.opaque.of(optimizer), {}
     read = opaque.snapshot if is_live else opaque.read
-    entries = {slot.parameter: read(slot, twins) for slot in opaque.slots()}
+    entries = {slot.parameter: read(slot, twins, root) for slot in opaque.slots()}
     entries |= optimizer._gm_state.rest()
     grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     entries = {p: e for p, e in entries.items() if id(p) in grouped}

@@ -233,15 +233,28 @@ class Registration:
         """Whether the compute dtype loses nothing of the values, as a file has them in that dtype."""
         return self._loading is not None and self._loading.dtype(slot.parameter) is slot.dtype
 
-    def state_bytes(self) -> list[int]:
-        """Of each parameter's states, where the engine does not know what they are."""
+    def cuts(self) -> list[int]:
+        """Of each parameter, the elements between the places where ranks' parts of it may begin; 1: anywhere."""
+        opaque = self._engine.opaque
+        return [opaque.cut(s) if opaque is not None and s.has_moments else 1 for s in self.slots]
+
+    def state_bytes(
+        self,
+        params: list[tuple[int, int, int, bool, bool, bool, str, int]],
+        chunk_bytes: int,
+        n_shards: int,
+    ) -> list[int] | None:
+        """Of the states of each shard's part of each parameter, where the engine does not know what they are."""
         opaque = self._engine.opaque
         if opaque is None:
-            return [0] * len(self.slots)
-        return [opaque.state_bytes(slot) if slot.has_moments else 0 for slot in self.slots]
+            return None
+        parts = zip(self.slots, _C.parts(params, chunk_bytes, n_shards), strict=True)
+        nothing = [0] * n_shards
+        found = [opaque.divide(s, of_it) if s.has_moments else nothing for s, of_it in parts]
+        return [n for of_shard in zip(*found, strict=True) for n in of_shard]
 
     def specs(self) -> list[tuple[int, int, int, bool, bool, bool]]:
-        """What the core wants to know of each parameter (csrc/engine/engine.h, gm_engine_param)."""
+        """What the core wants to know of each parameter (csrc/engine/engine.h, gm_engine_param) but name and cut."""
         found = []
         for slot in self.slots:
             places = slot.has_low, slot.has_moments, slot.has_grad_home
