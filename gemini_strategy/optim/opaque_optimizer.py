@@ -281,8 +281,7 @@ class OpaqueOptimizer:
 
     def values(self) -> dict[str, str]:
         """What the optimizer has besides parameters and states, by names, for ranks to compare."""
-        own = parts.Own.of(self._optimizer())  # type: ignore[arg-type]
-        return values_of(own, self._rehearsed.writes_itself)
+        return values_of(parts.Own.of(self._optimizer()), self._rehearsed.writes_itself)  # type: ignore[arg-type]
 
     def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
         """Steps these parameters; gives whether their gradients were written."""

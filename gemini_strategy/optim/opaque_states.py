@@ -308,7 +308,8 @@ class Snapshots:
             return
         entry, frame, digests = shown
         if not (_is_equal(framed(entry), frame) and _digests(entry) == digests):
-            owner.store(slot, entry)
+            own = {path: tensor.clone() for path, tensor in leaves(entry)}  # a step writes them
+            owner.store(slot, with_leaves(entry, own))
         self._remember(slot, dict(leaves(entry)))
 
     def _remember(self, slot: Slot, tensors: Mapping[Path, torch.Tensor]) -> None:

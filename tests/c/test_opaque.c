@@ -27,6 +27,7 @@ enum {
 
 typedef struct model {
     gm_engine_param spec;
+    uint64_t state_bytes;
     gm_dtype grad_dtype;
     uint8_t *weight, *low, *grad, *states;
     uint8_t *stepped; /* the gradient at the step */
@@ -121,7 +122,7 @@ static void mix(const model *p, uint8_t *weight, uint8_t *low, uint8_t *grad, ui
     for (size_t i = 0; i < grad_bytes(p); i++) {
         hash = hash * 31 + grad[i];
     }
-    for (size_t i = 0; i < p->spec.state_bytes; i++) {
+    for (size_t i = 0; i < p->state_bytes; i++) {
         hash = hash * 31 + states[i];
         states[i] = (uint8_t)(hash >> 11);
     }
@@ -162,7 +163,7 @@ static void model_new(world *w, model *p, gm_dtype format, bool has_low, bool is
         .has_low = has_moments && has_low && format != GM_F32,
         .has_moments = has_moments,
         .has_grad = has_grad};
-    p->spec.state_bytes = has_moments && p->spec.numel > 0 ? bytes[draw(w, 6)] : 0;
+    p->state_bytes = has_moments && p->spec.numel > 0 ? bytes[draw(w, 6)] : 0;
     p->grad_dtype = is_grad_f32 ? GM_F32 : format;
     p->weight = calloc(MOST_NUMEL, 4);
     p->low = calloc(MOST_NUMEL, 4);
@@ -170,7 +171,7 @@ static void model_new(world *w, model *p, gm_dtype format, bool has_low, bool is
     p->states = calloc(MOST_STATES, 1);
     p->stepped = calloc(MOST_NUMEL, 4);
     CHECK(p->weight && p->low && p->grad && p->states && p->stepped);
-    met.stateless += has_moments && p->spec.state_bytes == 0;
+    met.stateless += has_moments && p->state_bytes == 0;
 }
 
 /* A copy that shares nothing. */
@@ -252,7 +253,7 @@ static void run_job(void *context)
     CHECK(is_same(j->weight, p->weight, weight_bytes(p)));
     CHECK(is_same(j->low, p->low, low_bytes(p)));
     CHECK(is_same(j->grad, p->grad, grad_bytes(p)));
-    CHECK(is_same(j->states, p->states, p->spec.state_bytes));
+    CHECK(is_same(j->states, p->states, p->state_bytes));
     mix(p, j->weight, j->low, j->grad, j->states, scale, j->writes_grads);
     model_free(p);
     free(j);
@@ -267,7 +268,7 @@ static gm_status step_one(world *w, uint32_t id, const gm_opaque_call *call)
     CHECK(p->is_coming && p->n_calls++ == 0);
     met.behind += w->is_taken;
     CHECK(call->late_scale || (call->grad_scale >= p->scale && call->grad_scale <= p->scale));
-    CHECK(p->spec.state_bytes == 0 || at.states % GM_ALIGN == 0);
+    CHECK(p->state_bytes == 0 || at.states % GM_ALIGN == 0);
     job *j = malloc(sizeof *j);
     CHECK(j);
     *j = (job){.before = model_copy(p),
@@ -282,8 +283,8 @@ static gm_status step_one(world *w, uint32_t id, const gm_opaque_call *call)
     if (low_bytes(p) > 0) {
         gm_note_access(w->device, j->low, low_bytes(p), true, call->stream);
     }
-    if (p->spec.state_bytes > 0) {
-        gm_note_access(w->device, j->states, p->spec.state_bytes, true, call->stream);
+    if (p->state_bytes > 0) {
+        gm_note_access(w->device, j->states, p->state_bytes, true, call->stream);
     }
     if (call->late_scale) {
         gm_note_access(w->device, call->late_scale, sizeof(float), false, call->stream);
@@ -344,8 +345,8 @@ static void check_fields(world *w, uint32_t id)
         CHECK_OK(gm_engine_read(w->engine, id, GM_FIELD_LOW, 0, p->spec.numel, read));
         CHECK(memcmp(read, p->low, low_bytes(p)) == 0);
     }
-    CHECK_OK(gm_engine_states_read(w->engine, id, 0, p->spec.state_bytes, read));
-    CHECK(memcmp(read, p->states, p->spec.state_bytes) == 0);
+    CHECK_OK(gm_engine_states_read(w->engine, id, 0, p->state_bytes, read));
+    CHECK(memcmp(read, p->states, p->state_bytes) == 0);
 }
 
 static void check_shown(world *w, uint32_t id, uintptr_t address)
@@ -434,10 +435,10 @@ static void do_something(world *w)
     case 3: w->outside = chance(w, 2) ? 0 : draw(w, 4) * BLOCK; break;
     case 4: (void)gm_engine_reserve(w->engine, draw(w, 4) * BLOCK); break;
     case 5:
-        for (size_t i = 0; i < p->spec.state_bytes; i++) {
+        for (size_t i = 0; i < p->state_bytes; i++) {
             p->states[i] = (uint8_t)next_random(&w->random);
         }
-        CHECK_OK(gm_engine_states_write(w->engine, id, 0, p->spec.state_bytes, p->states, 0));
+        CHECK_OK(gm_engine_states_write(w->engine, id, 0, p->state_bytes, p->states, 0));
         break;
     case 6: CHECK_OK(gm_engine_check(w->engine)); break;
     case 7: check_norm(w); break;
@@ -787,12 +788,14 @@ static gm_device *device_new(world *w, gm_workers *workers)
 static void engine_new(world *w, gm_workers *workers)
 {
     gm_engine_param specs[MOST_PARAMS];
+    uint64_t state_bytes[MOST_PARAMS];
     static const gm_dtype formats[] = {GM_F32, GM_BF16, GM_F16};
     gm_dtype format = formats[draw(w, 3)];
     bool is_grad_f32 = chance(w, 3), has_low = chance(w, 2);
     for (uint32_t id = 0; id < w->n_params; id++) {
         model_new(w, &w->params[id], format, has_low, is_grad_f32);
         specs[id] = w->params[id].spec;
+        state_bytes[id] = w->params[id].state_bytes;
     }
     draw_units(w);
     gm_rates rates = {.h2d = 55e9,
@@ -823,6 +826,7 @@ static void engine_new(world *w, gm_workers *workers)
         .outside_bytes = outside_bytes,
         .outside_context = w,
         .opaque = {run, w, w->defers},
+        .state_bytes = state_bytes,
     };
     CHECK_OK(gm_engine_new(&options, &w->engine));
     w->device = options.device;

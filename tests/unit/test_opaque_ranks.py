@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gemini_strategy as gs
@@ -18,6 +20,19 @@ from helpers.sharded import Exact, ExactCase
 
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 STEPS = 4
+
+
+class Terms(Exact):
+    """With one that is cut between rows, and one whose elements lie column by column (see `built`)."""
+
+    SIZES = (*Exact.SIZES, (40, 128))
+
+
+class Case(ExactCase):
+    def batch(self, step: int) -> list[Tensor]:
+        seed = torch.Generator().manual_seed(step)
+        sizes = (*Terms.SIZES, (7,), (7,), (41,))
+        return [torch.randint(-4, 5, s, generator=seed).float() / 8 for s in sizes]
 
 
 class Elementwise(torch.optim.Optimizer):
@@ -168,7 +183,9 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 def built(precision: str | None, seed: int = 7) -> nn.Module:
     """precision: that the model is cast to, as an ordinary one; None: of what manage() makes one."""
     torch.manual_seed(seed)
-    model = Exact().train()
+    model = Terms().train()
+    transposed = model.terms[0].p
+    transposed.data = transposed.data.t().contiguous().t()
     if precision == "bf16-true":
         gs.cast_model_(model, precision)
     return model
@@ -185,7 +202,7 @@ def same(got: Any, want: Any, what: str) -> None:
         assert got.dtype == want.dtype and got.shape == want.shape, what
         assert torch.equal(got, want), f"{what}: {(got != want).sum()} of {want.numel()} differ"
     elif isinstance(want, dict):
-        assert list(got) == list(want), f"{what}: {list(got)}, expected {list(want)}"
+        assert got.keys() == want.keys(), f"{what}: {list(got)}, expected {list(want)}"
         for key in want:
             same(got[key], want[key], f"{what}.{key}")
     elif isinstance(want, list | tuple):
@@ -202,7 +219,7 @@ class Reference:
     def __init__(self, make: Callable[[nn.Module], Any], precision: str) -> None:
         self.model = built(precision)
         self.optimizers = all_of(make(self.model))
-        self.case = ExactCase()
+        self.case = Case()
 
     def backward(self, number: int, part: float = 1.0) -> None:
         (self.case.loss(self.model, self.case.batch(number)) * part).backward()
@@ -240,11 +257,10 @@ class Run:
         how = {"timeout": PATIENT, "chunk_size": 4096, "device": "cpu"} | how
         self.engine = gs.manage(model, self.made, precision=precision, **how)
         self.engine.optimizers = lambda: all_of(self.made)
-        self.case = ExactCase(rank, size)
-        self.batches = ExactCase()
+        self.case = Case(rank, size)
 
     def loss(self, number: int, part: float = 1.0) -> Tensor:
-        return self.case.loss(self.engine.model, self.batches.batch(number)) * part
+        return self.case.loss(self.engine.model, self.case.batch(number)) * part
 
     def finish(self, limit: float | None = None) -> None:
         if limit is not None:
@@ -302,3 +318,246 @@ def test_cuts_are_what_they_are_taken_for() -> None:
     for name, cut in CUTS.items():
         optimizer = {**ELEMENTS, **WHOLES}[name](built(None))
         assert rehearsal.rehearse(optimizer).cut == cut, name
+
+
+# ---- ways to train -------------------------------------------------------------------------------
+
+EVERY = {**ELEMENTS, **WHOLES}
+SOME = ("own", "counting", "blocks", "rows", "whole")
+
+
+def tight(make: Callable[[nn.Module], Any], precision: str, rank: int, size: int) -> Run:
+    """With the least budget, in steps of a quarter, that the engine takes: chunks come and go."""
+    budget = 1 << 15
+    while True:
+        try:
+            return Run(make, precision, rank, size, device_budget=budget, chunk_size=2048)
+        except gs.GeminiMemoryError:
+            assert budget < 1 << 24
+            budget += budget // 4
+
+
+def check_step_in_backward(rank: int, size: int) -> None:
+    for name in SOME:
+        want, run = Reference(EVERY[name], "32-true"), tight(EVERY[name], "32-true", rank, size)
+        for step in range(6):
+            want.backward(step)
+            want.finish()
+            run.engine.backward(run.loss(step), step=True)
+            run.finish()
+        want.check(run.engine, "32-true")
+        run.engine.close()
+
+
+def test_step_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
+    values(run_ranks(2, tmp_path, check_step_in_backward))
+
+
+def check_unused(rank: int, size: int) -> None:
+    """Some parameters have no gradient in some steps."""
+    for name in SOME:
+        want, run = (
+            Reference(EVERY[name], "bf16-mixed"),
+            tight(EVERY[name], "bf16-mixed", rank, size),
+        )
+        for step in range(5):
+            want.backward(step)
+            run.engine.backward(run.loss(step))
+            for model in (want.model, run.engine.model):
+                for term in list(model.terms)[step % 2 :: 2]:
+                    term.p.grad = None
+            want.finish()
+            run.finish()
+        want.check(run.engine, "bf16-mixed")
+        run.engine.close()
+
+
+def test_unused_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
+    values(run_ranks(2, tmp_path, check_unused))
+
+
+def check_replicas(rank: int, size: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name in ("own", "counting", "whole"):
+        train(EVERY[name], "bf16-mixed", rank, size, mesh=mesh).engine.close()
+        train(EVERY[name], "32-true", rank, size, enable_distributed_storage=False).engine.close()
+
+
+def test_replicas(tmp_path: Path) -> None:
+    values(run_ranks(4, tmp_path, check_replicas))
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def check_states(rank: int, size: int) -> None:
+    """States are shown, written and loaded as those of one rank."""
+    for name, key in (("own", "step"), ("blocks", "scales"), ("rows", "mean"), ("whole", "m")):
+        want, run = Reference(EVERY[name], "32-true"), Run(EVERY[name], "32-true", rank, size)
+        for step in range(2):
+            want.backward(step)
+            want.finish()
+            run.engine.backward(run.loss(step))
+            run.finish()
+        pairs = [
+            (want.optimizers[0].state[p], run.made.state[q])
+            for p, q in zip(want.model.parameters(), run.engine.model.parameters(), strict=True)
+            if p.requires_grad
+        ]
+        for one, other in pairs:
+            same(other, one, name)
+        for p, q in zip(want.model.parameters(), run.engine.model.parameters(), strict=True):
+            if p.requires_grad:
+                want.optimizers[0].state[p][key].mul_(2)
+                run.made.state[q][key].mul_(2)
+        saved = run.made.state_dict()
+        same(saved, want.optimizers[0].state_dict(), name)
+        saved = {**saved, "state": copy.deepcopy(saved["state"])}
+        run.engine.backward(run.loss(9))
+        run.finish()
+        state = {k: v.clone() for k, v in want.model.state_dict().items()}
+        run.engine.load_model_state_dict(state)
+        run.made.load_state_dict(saved)
+        want.backward(3)
+        want.finish()
+        run.engine.backward(run.loss(3))
+        run.finish()
+        for p, q in zip(want.model.parameters(), run.engine.model.parameters(), strict=True):
+            if p.requires_grad:
+                same(run.made.state[q], want.optimizers[0].state[p], name)
+        old = run.made.state[next(run.engine.model.parameters())][key]
+        run.engine.backward(run.loss(4))
+        run.finish()
+        old.add_(1)
+        run.engine.backward(run.loss(5))
+        with pytest.raises(gs.GeminiError, match=f"{key} was written after"):
+            run.finish()
+        run.engine.close()
+
+
+def test_states(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_states))
+
+
+def check_bytes(rank: int, size: int) -> None:
+    """A rank has states of what it has a part of, and the parts are where they may be."""
+    for name in ("blocks", "rows", "whole"):
+        engine = Run(EVERY[name], "32-true", rank, size).engine
+        opaque, n_cut = engine._runtime.opaque, 0
+        for slot in engine._runtime.slots:
+            if not slot.has_moments or not slot.parameter.numel():
+                continue
+            parts = [p for p in opaque._divisions.of(slot).parts if p is not None]
+            cut = opaque.cut(slot)
+            assert all(p.first % cut == 0 and (p.n >= cut or p.is_whole) for p in parts), slot.name
+            assert sum(p.n for p in parts) == slot.parameter.numel()
+            first, n = slot.part()
+            own = opaque._divisions.part(slot)
+            assert (own is None) == (n == 0) and (n == 0 or (own.first, own.n) == (first, n))
+            forms = opaque._divisions.of(slot).forms
+            assert [form is None for form in forms] == [
+                p is None for p in opaque._divisions.of(slot).parts
+            ]
+            n_cut += len(parts) > 1
+        assert (n_cut == 0) == (name == "whole")
+        engine.close()
+
+
+def test_bytes(tmp_path: Path) -> None:
+    values(run_ranks(2, tmp_path, check_bytes))
+
+
+def check_idle(rank: int, size: int) -> None:
+    """A rank that has nothing of any parameter counts as the others do."""
+    torch.manual_seed(0)
+    model, want = nn.Linear(3, 2), nn.Linear(3, 2)
+    want.load_state_dict(model.state_dict())
+    optimizer, other = Counting(model.parameters()), Counting(want.parameters())
+    engine = gs.manage(model, optimizer, device="cpu", timeout=PATIENT)
+    for _ in range(3):
+        x = torch.ones(1, 3)
+        want(x).sum().backward()
+        other.step()
+        other.zero_grad()
+        engine.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.calls == other.calls
+        assert optimizer.param_groups[0]["k"] == other.param_groups[0]["k"]
+    same(dict(engine.model_state_dict()), dict(want.state_dict()), "model")
+    same(optimizer.state_dict(), other.state_dict(), "optimizer")
+    engine.close()
+
+
+def test_idle_ranks(tmp_path: Path) -> None:
+    values(run_ranks(4, tmp_path, check_idle))
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+class Failing(Elementwise):
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if Failing.fails:
+            raise RuntimeError("no more steps")
+
+
+def check_error(rank: int, size: int, in_backward: bool) -> str:
+    run = Run(lambda m: Failing(m.parameters()), "32-true", rank, size)
+    text = ""
+    for step in range(6):
+        Failing.fails = rank == 1 and step == 3
+        try:
+            run.engine.backward(run.loss(step), step=in_backward)
+            run.finish()
+        except gs.GeminiError as error:
+            text = str(error)
+            break
+    run.engine.close(states=False) if not text else None
+    return text
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_error_on_one_rank_ends_all(
+    in_backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMINI_RATES", "h2d=55e9,d2h=54e9")
+    others, own = values(run_ranks(2, tmp_path, check_error, in_backward))
+    assert "no more steps" in own
+    assert "rank 1" in others and "no more steps" in others
+
+
+def check_groups(rank: int, size: int) -> str:
+    run = Run(EVERY["counting"], "32-true", rank, size)
+    run.made.param_groups[0]["lr"] = 0.1 + rank
+    run.engine.backward(run.loss(0))
+    with pytest.raises(gs.GeminiError) as caught:
+        run.finish()
+    run.made.param_groups[0]["lr"] = 0.1
+    run.finish()  # nothing has been changed
+    run.engine.close()
+    return str(caught.value)
+
+
+def test_groups_that_differ(tmp_path: Path) -> None:
+    said = values(run_ranks(2, tmp_path, check_groups))
+    assert said[0] == said[1] and "lr of param group 0" in said[0] and "1.1" in said[0]
+
+
+def check_checkpoint(rank: int, size: int, folder: str) -> str:
+    run = Run(EVERY["own"], "32-true", rank, size)
+    with pytest.raises(gs.GeminiError) as caught:
+        run.engine.save(f"{folder}/checkpoint")
+    run.engine.close()
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_parts_is_refused(tmp_path: Path) -> None:
+    said = values(run_ranks(2, tmp_path, check_checkpoint, str(tmp_path)))
+    assert all("engine.state_dict(rank0_only=True)" in text for text in said)
