@@ -264,7 +264,7 @@ class Engine(Uncopied, _C.Handle):
     def optimizer_state_dict(
         self, *, rank0_only: bool = False, with_lows: bool = True
     ) -> dict[str, Any]:
-        """The optimizer's state in torch.optim.AdamW's form; tensors on the CPU.
+        """The optimizer's state in its own form, of Adam's in torch.optim.AdamW's; tensors on the CPU.
 
         Args:
             rank0_only: as in model_state_dict.
@@ -274,9 +274,9 @@ class Engine(Uncopied, _C.Handle):
         return state_dicts.state_dict(self._runtime, self._trained(), root, with_lows)
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state_dict of torch.optim.AdamW, Adam, HybridAdam or a managed one; the whole, on every rank.
+        """Takes the optimizer's state_dict(), of Adam's that of any AdamW or Adam; the whole, on every rank.
 
-        An empty "state" resets moments and steps.
+        An empty "state" begins anew.
         """
         state_dicts.load_state_dict(self._runtime, self._trained(), state)
 

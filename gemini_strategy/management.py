@@ -83,9 +83,10 @@ def manage(
             (reset_parameters, or transformers' _init_weights), module after module on the CPU. Or a list of models
             that one optimizer trains: they stay apart, are called in any order, and have one budget and one plan;
             `engine.model` is an nn.ModuleList of them, and "1.layer.weight" a parameter of the second.
-        optimizer: torch.optim.AdamW, torch.optim.Adam, HybridAdam or CPUAdam over parameters of the
-            model; None for inference, or for torch's own optimizers: parameters then keep torch's own `.grad`, of
-            several ranks the mean.
+        optimizer: over parameters of the model. torch.optim.AdamW and Adam, HybridAdam and CPUAdam are computed by the
+            engine; any other that treats each parameter by itself is stepped by its own step(), on the device. Or a
+            list of them, of disjoint parameters. None for inference, or for torch's own steps: parameters then keep
+            torch's own `.grad`, of several ranks the mean.
         given: Managed, in settings.py. Of several models `weights` may be paths by the names "0", "1".
 
     Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.estimates.quantized import pack_linears
+from gemini_strategy.optim.names import check_name
 
 _HEADS = ("lm_head",)  # which no package quantizes if it is not asked to
 
@@ -100,3 +102,39 @@ def _quantization(about: Any, asked: str | None) -> tuple[str | None, tuple[str,
         "--quantized nf4 or int8 says how many bytes they have (with --lora), and --quantized none that they are "
         "dequantized to bf16"
     )
+
+
+def optimizer_of_trainer(name: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """The class and the arguments of a Trainer's `optim=name`.
+
+    Raises:
+        GeminiError: there is none of that name, its package is missing, or it would be refused.
+    """
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames, ParallelMode
+
+    known = [each.value for each in OptimizerNames]
+    if name not in known:
+        raise GeminiError(
+            f"--optimizer {name} is none of a Trainer's ({', '.join(known)}): a class is given as module:Class"
+        )
+    check_name(name, f"--optimizer {name}")
+    arguments: Any = SimpleNamespace(
+        optim=OptimizerNames(name),
+        optim_args=None,
+        optim_target_modules=None,
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        warmup_steps=0,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        gradient_accumulation_steps=1,
+        parallel_mode=ParallelMode.NOT_PARALLEL,
+    )
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    except (ImportError, ValueError) as error:  # the text names the package
+        raise GeminiError(f"--optimizer {name}: {error}") from error
+    options.pop("fused", None)  # asks where parameters are, and has the same states
+    return kind, options

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim.names import check_name
+from gemini_strategy.estimates.hugging_face import optimizer_of_trainer
 
 _LR = 1e-4  # changes no byte
 
@@ -25,7 +24,7 @@ def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     Raises:
         GeminiError: there is no such optimizer, a package is missing, or it would be refused.
     """
-    kind, options = _class(name) if ":" in name else _of_trainer(name, model)
+    kind, options = _class(name) if ":" in name else optimizer_of_trainer(name, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise GeminiError(f"--optimizer {name}: nothing of the model is trained")
@@ -53,34 +52,3 @@ def _class(name: str) -> tuple[Any, dict[str, Any]]:
         raise GeminiError(f"--optimizer {name}: {module} has no optimizer of that name")
     needs_lr = "lr" in inspect.signature(kind).parameters
     return kind, {"lr": _LR} if needs_lr else {}
-
-
-def _of_trainer(name: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-    from transformers import Trainer
-    from transformers.training_args import OptimizerNames, ParallelMode
-
-    known = [each.value for each in OptimizerNames]
-    if name not in known:
-        raise GeminiError(
-            f"--optimizer {name} is none of a Trainer's ({', '.join(known)}): a class is given as module:Class"
-        )
-    check_name(name, f"--optimizer {name}")
-    arguments: Any = SimpleNamespace(
-        optim=OptimizerNames(name),
-        optim_args=None,
-        optim_target_modules=None,
-        learning_rate=_LR,
-        weight_decay=0.0,
-        warmup_steps=0,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        adam_epsilon=1e-8,
-        gradient_accumulation_steps=1,
-        parallel_mode=ParallelMode.NOT_PARALLEL,
-    )
-    try:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    except (ImportError, ValueError) as error:  # the text names the package
-        raise GeminiError(f"--optimizer {name}: {error}") from error
-    options.pop("fused", None)  # asks where parameters are, and has the same states
-    return kind, options

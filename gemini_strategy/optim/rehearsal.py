@@ -193,7 +193,7 @@ def rehearse(
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]
     cpu = torch.device("cpu")
     devices = devices if device is None else [device]
-    others = [d for d in devices if d.type not in ("cpu", "meta")]
+    others = [d for d in devices if d.type not in ("cpu", "meta") and _is_here(d)]
     first: Exception | None = None
     for place in [cpu, *others[:1]]:
         try:
@@ -207,6 +207,11 @@ def rehearse(
         f"step() of {name}, without a closure and on small dense tensors, raises {type(first).__name__}: {first}; use "
         "an optimizer whose step() runs so, such as torch.optim.AdamW, or train without manage()"
     ) from first
+
+
+def _is_here(device: torch.device) -> bool:
+    """An estimate may be of another machine."""
+    return device.type != "cuda" or torch.cuda.is_available()
 
 
 def _rehearsed(stage: Stage, is_drawn: Callable[[], str]) -> Rehearsed:
@@ -386,7 +391,7 @@ def states_like(
         GeminiError: the step fails, or cannot be run with fake tensors and the parameter is larger than 256 MiB.
     """
     name = type(optimizer).__name__
-    if device.type == "cuda" and not torch.cuda.is_available():  # an estimate of another machine
+    if not _is_here(device):
         device = torch.device("cpu")
     stage = Stage(optimizer, device)
 

@@ -239,7 +239,6 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
         "accelerate": f"{_ACCELERATE}two_models_and_a_loss_that_has_no_parameters",
     },
     "two optimizers of one model": {
-        "plain": _refused("unit/test_errors.py::test_several_optimizers"),
         "lightning": _refused(
             "integration/test_lightning_stages.py::test_number_and_kind_of_optimizers"
         ),
@@ -247,15 +246,17 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
         "accelerate": _refused(f"{_ACCELERATE}the_optimizer_that_was_replaced_is_refused"),
     },
     "an optimizer that is not Adam or AdamW": {
-        "plain": _refused("unit/test_errors.py::test_unsupported_optimizer[sgd]"),
-        "lightning": _refused(
-            "integration/test_lightning_stages.py::test_number_and_kind_of_optimizers"
-        ),
-        "fabric": _refused(f"{_FABRIC}what_cannot_be_set_up_is_refused_by_name"),
+        "plain": "unit/test_opaque_doors.py::test_settings_of_one_parameter",
+        "lightning": "integration/test_lightning_exact.py::"
+        "test_an_optimizer_that_is_not_adam[SGD-32-true-lightning]",
+        "fabric": f"{_FABRIC}an_optimizer_that_is_not_adam[SGD-32-true-lightning]",
+        "trainer": f"{_TRAINER}an_optimizer_by_its_name[adamw_8bit-no]",
+        "accelerate": f"{_ACCELERATE}an_optimizer_that_is_not_adam[False]",
+    },
+    "an optimizer that steps inside the backward": {
         "trainer": _refused(
-            f"{_TRL}an_optimizer_that_is_not_adam_is_refused_before_a_model_is_loaded"
+            f"{_TRL}an_optimizer_that_goes_past_the_engine_is_refused_before_a_model_is_loaded"
         ),
-        "accelerate": _refused(f"{_ACCELERATE}refused_by_name"),
     },
     "DeepSpeed, FSDP": {"accelerate": _refused(f"{_ACCELERATE}refused_by_name")},
     "weights that accelerate has offloaded": {

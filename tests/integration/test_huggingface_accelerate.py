@@ -107,6 +107,35 @@ def test_the_bits_of_a_loop_by_hand(mixed: str) -> None:
     assert_same(dict(model.state_dict()), want)
 
 
+@pytest.mark.parametrize("comes_later", [False, True])
+def test_an_optimizer_that_is_not_adam(comes_later: bool) -> None:
+    """The bits of the same loop without accelerate and without an engine."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    plain = make_model()
+    optimizer = made(plain)
+    torch.manual_seed(5)
+    for batch in loader():
+        plain(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator, model = make(), make_model()
+    if comes_later:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(made(model))
+    else:
+        model, optimizer = accelerator.prepare(model, made(model))
+    torch.manual_seed(5)
+    for batch in loader():
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory(model, optimizer)
+    assert_same(model.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16 weights"])
 def test_an_optimizer_that_comes_later(precision: str) -> None:
     ends = []

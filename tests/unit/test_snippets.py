@@ -74,6 +74,28 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 module = Module()
 """,
+    "llama-8b (the folder written above)": """
+from transformers import LlamaConfig
+LlamaConfig(
+    dtype="bfloat16",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_key_value_heads=8,
+    vocab_size=128256,
+).save_pretrained("llama-8b")
+""",
+    "qwen-14b (the folder written above)": """
+from transformers import Qwen2Config
+Qwen2Config(
+    dtype="bfloat16",
+    hidden_size=5120,
+    intermediate_size=13824,
+    num_hidden_layers=48,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    vocab_size=152064,
+).save_pretrained("qwen-14b")
+""",
     "llama-7b (the folder written above)": """
 from transformers import LlamaConfig
 LlamaConfig(dtype="bfloat16").save_pretrained("llama-7b")
