@@ -233,16 +233,13 @@ class OpaqueOptimizer:
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._recipes = self._recipes[-64:]
 
-    def _sorted(self, optimizer: Any) -> list[Any]:
+    def _sorted(self, optimizer: Any) -> list[str]:
         """Of each group what decides which way a step takes, and how many parameters it has."""
+        skipped = ("params", "param_names", "lr")
         return [
-            (
-                {
-                    key: way_of(v)
-                    for key, v in group.items()
-                    if key not in _NAMES and not (key == "lr" and type(v) is float)
-                },
-                len(group["params"]),
+            repr(
+                [(k, way_of(v)) for k, v in group.items() if k not in skipped]
+                + [len(group["params"])]
             )
             for group in optimizer.param_groups
         ]
@@ -257,12 +254,14 @@ class OpaqueOptimizer:
         self._group_of, self._by_shape, self._forms = group_of, {}, {}
         try:
             for slot, form in before[2].items():
-                if slot.has_moments and self.form(slot).places != form.places:
+                now = self.form(slot) if slot.has_moments else form
+                if {leaf for leaf, _ in now.places} - {leaf for leaf, _ in form.places}:
                     raise GeminiError(
                         f"{slot.name}: with param group {group_of.get(id(slot.parameter), 0)} as it is now its states "
-                        f"are {self.form(slot)}, and the engine has place for {form}: states are found at manage(); "
-                        "put the group back as it was, or close() the engine and manage() again"
+                        f"are {now}, and the engine has place for {form}: states are found at manage(); put the group "
+                        "back as it was, or close() the engine and manage() again"
                     )
+            self._forms = before[2]  # what is not used any more stays, as in torch
         except BaseException:
             self._group_of, self._by_shape, self._forms = before
             raise
@@ -363,6 +362,8 @@ class OpaqueOptimizer:
         inner.param_groups = [
             {"params": p, **options} for p, options in zip(params, own.options, strict=True)
         ]
+        for name in parts.Own.of(inner).attributes.keys() - own.attributes.keys():
+            del vars(inner)[name]  # an earlier part has set it first
         vars(inner).update(own.attributes)
         parts.run(inner)
         self._commit(optimizer, parts.Own.of(inner))
