@@ -267,13 +267,15 @@ class OpaqueOptimizer:
         try:
             for slot, division in before[2].made.items():
                 form = division.whole
-                now = self._divisions.divide(slot, division.spans())
-                if slot.has_moments and now.whole.places != form.places:
+                now = self._divisions.divide(slot, division.spans()).whole
+                more = {leaf for leaf, _ in now.places} - {leaf for leaf, _ in form.places}
+                if slot.has_moments and more:
                     raise GeminiError(
                         f"{slot.name}: with param group {group_of.get(id(slot.parameter), 0)} as it is now its states "
-                        f"are {self.form(slot)}, and the engine has place for {form}: states are found at manage(); "
-                        "put the group back as it was, or close() the engine and manage() again"
+                        f"are {now}, and the engine has place for {form}: states are found at manage(); put the group "
+                        "back as it was, or close() the engine and manage() again"
                     )
+            self._divisions = before[2]  # what is not used any more stays, as in torch
         except BaseException:
             self._group_of, self._by_shape, self._divisions = before
             raise
@@ -383,6 +385,8 @@ class OpaqueOptimizer:
         inner.param_groups = [
             {"params": p, **options} for p, options in zip(params, own.options, strict=True)
         ]
+        for name in parts.Own.of(inner).attributes.keys() - own.attributes.keys():
+            del vars(inner)[name]  # an earlier part has set it first
         vars(inner).update(own.attributes)
         parts.run(inner)
         self._commit(optimizer, parts.Own.of(inner))

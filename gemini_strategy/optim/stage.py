@@ -331,16 +331,11 @@ def sample(
     return Sample(kind.group, placed(value), placed_gradients, kind.settings)
 
 
-def sorts_of(optimizer: Any) -> list[Any]:
+def sorts_of(optimizer: Any) -> list[str]:
     """Of each group what decides which way a step takes, and how many parameters it has."""
+    skipped = ("params", "param_names", "lr")
     return [
-        (
-            {
-                key: way_of(v)
-                for key, v in group.items()
-                if key not in ("params", "param_names") and not (key == "lr" and type(v) is float)
-            },
-            len(group["params"]),
-        )
+        repr([(k, way_of(v)) for k, v in group.items() if k not in skipped])
+        + f" {len(group['params'])}"
         for group in optimizer.param_groups
     ]
