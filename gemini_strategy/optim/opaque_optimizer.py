@@ -156,8 +156,7 @@ class OpaqueOptimizer:
     def _stand_in(self, slot: Slot) -> StandIn:
         made = self._stand_ins.get(slot)
         if made is None:
-            runtime, part = slot.engine, self._divisions.part(slot)
-            assert part is not None
+            runtime, part = slot.engine, self._divisions.part(slot)  # which it has
             made = StandIn(slot, part, runtime.core, runtime.grad_dtype(slot))
             self._stand_ins[slot] = made
         return made
@@ -200,8 +199,7 @@ class OpaqueOptimizer:
 
     def _recipe(self, number: int) -> int:
         """A number for the values of a group, from 1 on."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        optimizer: Any = self._optimizer()
         now = {k: v for k, v in optimizer.param_groups[number].items() if k not in _NAMES}
         if self._end is not None and is_equal(now, self._end.options[number]):
             now = self._start.options[number]  # the step that runs has written the others
@@ -226,8 +224,7 @@ class OpaqueOptimizer:
 
     def select(self, ids: list[int]) -> list[int]:
         """Those of its own parameters."""
-        runtime = self._runtime()
-        assert runtime is not None
+        runtime: Any = self._runtime()
         return [i for i in ids if id(runtime.slots_by_id[i].parameter) in self._group_of]
 
     def begin(self) -> None:
@@ -238,8 +235,8 @@ class OpaqueOptimizer:
         """
         self._issue()
         self._copies.take_all()
-        optimizer, runtime = self._optimizer(), self._runtime()
-        assert optimizer is not None and runtime is not None
+        optimizer: Any = self._optimizer()
+        runtime: Any = self._runtime()
         self._settings = overrides.settings_of(optimizer)
         self._regroup(optimizer)
         own = parts.Own.of(optimizer)
@@ -287,8 +284,7 @@ class OpaqueOptimizer:
 
     def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
         """Steps these parameters; gives whether their gradients were written."""
-        runtime = self._runtime()
-        assert runtime is not None
+        runtime: Any = self._runtime()
         self._stream = stream
         try:
             returns = self._rehearsed.writes_itself

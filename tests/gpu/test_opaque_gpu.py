@@ -7,6 +7,8 @@ budget, the first step, which makes the states, included.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -28,35 +30,32 @@ STEPS = 12
 WIDTH, DEPTH = 1280, 6  # 20 million parameters
 
 
-def _bitsandbytes(name: str, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        package = pytest.importorskip("bitsandbytes")
-        return getattr(package.optim, name)(parameters, **options)
+Make = Callable[[Any], torch.optim.Optimizer]
 
-    return make
-
-
-def _torchao(name: str, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        package = pytest.importorskip("torchao.optim")
-        return getattr(package, name)(parameters, **options)
-
-    return make
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True, maximize=True),
     "capturable": lambda p: torch.optim.NAdam(p, lr=1e-3, capturable=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "adamw8bit": _bitsandbytes("AdamW8bit", lr=1e-3),
-    "paged": _bitsandbytes("PagedAdamW8bit", lr=1e-3),
-    "lion8bit": _bitsandbytes("Lion8bit", lr=1e-4),
-    "torchao8bit": _torchao("AdamW8bit", lr=1e-3),
-    "torchao4bit": _torchao("AdamW4bit", lr=1e-3),
 }
+
+
+def _of(module: str, **classes: dict[str, Any]) -> None:
+    """Optimizers of a package that this machine has."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return
+    package = importlib.import_module(module)
+    for name, options in classes.items():
+        make: Make = functools.partial(getattr(package, name), **options)
+        OPTIMIZERS[f"{module.partition('.')[0]}-{name}"] = make
+
+
+_of(
+    "bitsandbytes.optim", AdamW8bit={"lr": 1e-3}, PagedAdamW8bit={"lr": 1e-3}, Lion8bit={"lr": 1e-4}
+)
+_of("torchao.optim", AdamW8bit={"lr": 1e-3}, AdamW4bit={"lr": 1e-3})
 
 
 def _model() -> nn.Module:
