@@ -239,6 +239,7 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
         "accelerate": f"{_ACCELERATE}two_models_and_a_loss_that_has_no_parameters",
     },
     "two optimizers of one model": {
+        "plain": "unit/test_several_optimizers.py::test_bits",
         "lightning": _refused(
             "integration/test_lightning_stages.py::test_number_and_kind_of_optimizers"
         ),
