@@ -372,8 +372,8 @@ def test_arguments_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"optim": "adafactor"}, r"optim='adafactor'\) is not supported"),
-        ({"optim": "adamw_8bit"}, r"optim='adamw_8bit'\) is not supported"),
+        ({"optim": "lomo"}, r"optim='lomo'\)"),
+        ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise'\)"),
         ({"fp16_full_eval": True}, "use bf16_full_eval"),
         ({"save_on_each_node": True}, "a folder that all hosts can write"),
     ],
