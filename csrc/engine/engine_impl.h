@@ -39,7 +39,7 @@ typedef struct gm_param {
     uint64_t part_first, part_numel, part_offset;
     size_t state_offset; /* of its part's opaque states, in the chunk's piece */
     size_t state_bytes;
-    gm_grad_state grad;  /* written in gradient.c alone */
+    gm_grad_state grad; /* written in gradient.c alone */
     gm_sum_state sum;
     uint64_t arrival; /* the pass in which the last gradient arrived */
     uint64_t sums; /* hash of the numbers of the reductions that brought it since the drop, or 0 */

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 import gemini_strategy as gs
 from gemini_strategy.optim.adam import clip_coefficient
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 S = torch.optim.lr_scheduler
 HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -18,6 +18,8 @@ from gemini_strategy.optim.adam import clip_coefficient
 from helpers.ranks import run_ranks, values
 from helpers.sharded import Exact, ExactCase
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 PATIENT = 900.0  # longer than run_ranks waits: whoever sits out this timeout fails
 STEPS = 4
 

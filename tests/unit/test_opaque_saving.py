@@ -18,6 +18,8 @@ from gemini_strategy.checkpoint.manifest import Manifest
 from helpers.reference import bits
 from helpers.saving import Gate, contents
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 # ---- optimizers ------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ from torch import nn
 import gemini_strategy as gs
 from gemini_strategy.optim.adam import clip_coefficient
 
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
 STEPS = 6
 
 
