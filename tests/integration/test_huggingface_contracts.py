@@ -16,14 +16,15 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import Trainer
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
+from gemini_strategy.errors import GeminiError
 from gemini_strategy.huggingface import (
     GeminiAccelerator,
     GeminiOptimizer,
     GeminiTrainer,
     GeminiTrainerMixin,
 )
-from gemini_strategy.huggingface.refusals import ADAMS
 from gemini_strategy.huggingface.trainer import TrainerMethods
+from gemini_strategy.optim.names import check_name
 
 # What is overridden, with the parameters that it had when this was written; in a tuple all that it had from the oldest
 # version on that is served (requirements/oldest.txt), where None is a version that lacks it.
@@ -204,7 +205,15 @@ def test_the_mixin_goes_before_a_class_that_has_it_already() -> None:
     assert names.index("TrainerMethods") == names.index("Trainer") - 1
 
 
-def test_the_names_of_adams() -> None:
+def test_the_names_of_optimizers_that_step_inside_the_backward() -> None:
     default = TrainingArguments.__dataclass_fields__["optim"].default
-    assert set(ADAMS) <= {str(name.value) for name in transformers.training_args.OptimizerNames}
-    assert str(getattr(default, "value", default)) in ADAMS
+    names = {str(name.value) for name in transformers.training_args.OptimizerNames}
+    refused = set()
+    for name in names:
+        try:
+            check_name(name, "optim")
+        except GeminiError:
+            refused.add(name)
+    assert {"lomo", "adalomo"} < refused < names
+    assert all(name.endswith("_layerwise") for name in refused - {"lomo", "adalomo"})
+    assert str(getattr(default, "value", default)) not in refused
