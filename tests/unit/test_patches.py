@@ -27,7 +27,13 @@ PACKAGE = str(Path(gemini_strategy.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def nothing_before() -> None:
-    """Engines and tensors that an earlier test has left are gone."""
+    """Engines and tensors that an earlier test has left are gone.
+
+    What a Lightning module has logged as a metric keeps it, and it its engine (test_lightning_stages.py).
+    """
+    gc.collect()
+    for kept in [each for each in gc.get_objects() if type(each) is Engine]:
+        kept.close()
     gc.collect()
     patches.take_off()
     assert not left()
