@@ -29,7 +29,7 @@ PACKAGE = str(Path(gemini_strategy.__file__).parent)
 def nothing_before() -> None:
     """Engines and tensors that an earlier test has left are gone.
 
-    What a Lightning module has logged as a metric keeps it, and it its engine (test_lightning_stages.py).
+    A test of test_lightning_stages.py, whose module logs a metric, leaves one open.
     """
     gc.collect()
     for kept in [each for each in gc.get_objects() if type(each) is Engine]:
