@@ -20,23 +20,25 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 import gemini_strategy
 from gemini_strategy import Engine, GeminiError, GuardError
-from gemini_strategy.parameters import gate, patches
+from gemini_strategy.parameters import absent, gate, patches
 
 PACKAGE = str(Path(gemini_strategy.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
-def nothing_before() -> None:
-    """Engines and tensors that an earlier test has left are gone.
-
-    A test of test_lightning_stages.py, whose module logs a metric, leaves one open.
-    """
+def nothing_before() -> Iterator[None]:
+    """Engines and tensors that an earlier test has left do not count, while these tests run."""
     gc.collect()
-    for kept in [each for each in gc.get_objects() if type(each) is Engine]:
-        kept.close()
-    gc.collect()
+    homes, nets = dict(absent._homes), list(absent.nets)
+    absent._homes.clear()
+    for net in nets:
+        absent.nets.discard(net)
     patches.take_off()
     assert not left()
+    yield
+    absent._homes.update(homes)
+    for net in nets:
+        absent.nets.add(net)
 
 
 def managed(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
