@@ -593,7 +593,7 @@ class Runtime(Uncopied, Reporting):
             if slot.count_update() and self.opaque is None:
                 _ = self.optimizer.state[slot.parameter]  # it has an entry from now on
             # torch's get_state_dict() makes such a step behind the model's state dict.
-            slot.note_change(is_same=float(group.get("lr", 1.0)) == 0.0)
+            slot.note_change(is_same=self.opaque is None and float(group["lr"]) == 0.0)
         if self.scaler is not None:
             self.scaler.update(False)
         self.coming_step.taken(self.scaler is None and self.core.wants_numbers())

@@ -12,6 +12,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 
 import gemini_strategy as gs
 
@@ -207,3 +208,23 @@ def test_a_state_that_the_constructor_begins() -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_an_optimizer_that_finds_its_own_lr() -> None:
+    """transformers' Adafactor with `lr=None`: its groups have no number as their lr."""
+
+    def make(model: nn.Module) -> Adafactor:
+        return Adafactor(model.parameters(), lr=None, relative_step=True, warmup_init=True)
+
+    ours, theirs = net(), net()
+    optimizer, reference = make(ours), make(theirs)
+    with manage(ours, optimizer) as engine:
+        for i in range(3):
+            engine.backward(ours(batch(i)).square().mean())
+            optimizer.step()
+            theirs(batch(i)).square().mean().backward()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
