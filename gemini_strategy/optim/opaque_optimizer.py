@@ -100,7 +100,8 @@ class OpaqueOptimizer:
         self._copies: Copies | Snapshots = Snapshots(self) if self._has_shards else Copies(self)
         self._dropped: list[Slot] = []
         self._optimizer = weakref.ref(optimizer)
-        self._recipes: list[dict[str, Any]] = []
+        self._recipes: dict[int, tuple[int, dict[str, Any]]] = {}  # of each group, the last
+        self._numbers = itertools.count(1)
         self._start: parts.Own | None = None
         self._end: parts.Own | None = None
         self._autocast = (False, torch.bfloat16)  # of who steps: a part may run inside a forward's
@@ -198,16 +199,16 @@ class OpaqueOptimizer:
         return (slot.id, *_SAME, recipe, True, True, divisor, factor)
 
     def _recipe(self, number: int) -> int:
-        """A number for the values of a group, from 1 on."""
+        """A number for the values of a group: another as soon as one of them is another."""
         optimizer: Any = self._optimizer()
         now = {k: v for k, v in optimizer.param_groups[number].items() if k not in _NAMES}
         if self._end is not None and is_equal(now, self._end.options[number]):
             now = self._start.options[number]  # the step that runs has written the others
-        for index, values in enumerate(self._recipes):
-            if is_equal(values, now):
-                return index + 1
-        self._recipes.append({k: copied(v) for k, v in now.items()})
-        return len(self._recipes)
+        recipe, values = self._recipes.get(number, (0, None))
+        if values is None or not is_equal(values, now):
+            recipe = next(self._numbers)
+            self._recipes[number] = recipe, {k: copied(v) for k, v in now.items()}
+        return recipe
 
     @property
     def members(self) -> list[OpaqueOptimizer]:
@@ -244,7 +245,6 @@ class OpaqueOptimizer:
         self._start, self._end = parts.Own(own.attributes, options), None
         kind = runtime.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._recipes = self._recipes[-64:]
 
     def _regroup(self, optimizer: Any) -> None:
         """Groups may have been edited: what was rehearsed has to hold for them, too."""
