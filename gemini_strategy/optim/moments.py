@@ -161,7 +161,37 @@ class _Entry(Shown):
         return dict, (kept(self._left()),)
 
 
-class States(Shown, defaultdict[Any, Any]):
+class ShownStates(Shown, defaultdict[Any, Any]):
+    """`optimizer.state`: what a program does with it beside reading and writing entries."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def copy(self) -> defaultdict[Any, Any]:
+        """An ordinary defaultdict with these entries, or copies of them."""
+        return defaultdict(dict, {key: self[key] for key in self})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return defaultdict(
+            dict, {copy.deepcopy(k, memo): copy.deepcopy(v, memo) for k, v in self.items()}
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(self.copy()))
+
+
+class States(ShownStates):
     """`optimizer.state`: entries of parameters whose states the engine has, and whatever else there is.
 
     True where there are any: torch.distributed.checkpoint's get_state_dict asks, and makes a first step with gradients
@@ -219,16 +249,6 @@ class States(Shown, defaultdict[Any, Any]):
     # All that it has is in the dict itself.
     __iter__, __len__, __contains__ = dict.__iter__, dict.__len__, dict.__contains__
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            return default
-        return self[key]
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
     def pop(self, key: Any, *default: Any) -> Any:
         if key not in self:
             return dict.pop(self, key, *default)
@@ -239,22 +259,6 @@ class States(Shown, defaultdict[Any, Any]):
         entry.drop(taken)
         dict.__delitem__(self, key)
         return taken
-
-    def clear(self) -> None:
-        for key in list(self):
-            del self[key]
-
-    def copy(self) -> defaultdict[Any, Any]:
-        """An ordinary defaultdict with these entries."""
-        return defaultdict(dict, {key: self[key] for key in self})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return defaultdict(
-            dict, {copy.deepcopy(k, memo): copy.deepcopy(v, memo) for k, v in self.items()}
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return defaultdict, (dict, dict(self.copy()))
 
     def rest(self) -> dict[Any, Any]:
         """What is not of the engine."""

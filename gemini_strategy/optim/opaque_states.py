@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim.moments import Shown
+from gemini_strategy.optim.moments import ShownStates
 from gemini_strategy.optim.opaque import Path, leaves, text, with_leaves
 from gemini_strategy.optim.opaque_parts import framed
 from gemini_strategy.ranks.ranks import fingerprint
@@ -358,7 +357,7 @@ def _become(entry: dict[Any, Any], now: Mapping[Any, Any]) -> None:
             entry[key] = value
 
 
-class OpaqueStates(Shown, defaultdict[Any, Any]):
+class OpaqueStates(ShownStates):
     """`optimizer.state`: entries of parameters whose states the engine has, and whatever else there is."""
 
     def __init__(self, owner: Any, slot_of: Callable[[Any], Slot | None]) -> None:
@@ -410,38 +409,12 @@ class OpaqueStates(Shown, defaultdict[Any, Any]):
         slot = self._slot_of(key)
         return dict.__contains__(self, key) if slot is None else self._owner.has(slot)
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            return default
-        return self[key]
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
     def pop(self, key: Any, *default: Any) -> Any:
         if key not in self:
             return dict.pop(self, key, *default)
         value = self[key]
         del self[key]
         return value
-
-    def clear(self) -> None:
-        for key in list(self):
-            del self[key]
-
-    def copy(self) -> defaultdict[Any, Any]:
-        """An ordinary defaultdict with copies of these entries."""
-        return defaultdict(dict, {key: self[key] for key in self})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return defaultdict(
-            dict, {copy.deepcopy(k, memo): copy.deepcopy(v, memo) for k, v in self.items()}
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return defaultdict, (dict, dict(self.copy()))
 
     def rest(self) -> dict[Any, Any]:
         """What is not of the engine."""

@@ -6,7 +6,7 @@ a norm, states for a checkpoint) it gets all of them as one: their groups one af
 
 from __future__ import annotations
 
-from collections import ChainMap, OrderedDict
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +29,6 @@ class Several:
         self.parts = tuple(parts)
         states = [part.state for part in parts if isinstance(part, torch.optim.Optimizer)]
         self.state: Any = ChainMap(*states)
-        for when in (
-            "state_dict_pre",
-            "state_dict_post",
-            "load_state_dict_pre",
-            "load_state_dict_post",
-        ):
-            setattr(self, f"_optimizer_{when}_hooks", OrderedDict())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -69,10 +62,6 @@ class Several:
             )
         for part in self.parts:
             part.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
 
 
 def parts_of(optimizer: Any) -> list[torch.optim.Optimizer]:
