@@ -116,7 +116,7 @@ class Core:
         host_bytes: int = -1,  # on paper: of the host, for the engine; -1: no limit
         host_limit: int = -1,  # of homes: what has none beyond it stays on the device; -1: no limit
         opaque: Callable[[list[int], float, int, int], bool] | None = None,  # see opaque_place
-        opaque_defers: bool = False,  # it may run behind the step, until issue()
+        opaque_when: int = 0,  # gm_opaque_when
         state_bytes: Sequence[int] | None = None,  # that it keeps of parts, shard after shard
         host_device: int = 0,  # address of what makes the host device (csrc/device/library.h); 0: ours
     ) -> Core: ...

@@ -321,8 +321,9 @@ class Runtime(Uncopied, Reporting):
         self.coming_step.wants_numbers = False
         self.choose_way()
         with contextlib.suppress(GeminiError):  # the step says it
-            updates = [self._update(*item, 1.0) for item in self._stepped()]
-            self.core.announce(updates)
+            if self.opaque is None or self.opaque.announce():
+                updates = [self._update(*item, 1.0) for item in self._stepped()]
+                self.core.announce(updates)
 
     def ordinary_grad(self, slot: Slot, grad: torch.Tensor) -> tuple[torch.Tensor, int]:
         """What the core takes for a gradient that it does not take as it comes, and its format."""

@@ -161,7 +161,7 @@ static int take_workers(core *self, unsigned threads, gm_workers **out)
     X("n", Py_ssize_t, host_bytes)   \
     X("n", Py_ssize_t, host_limit)   \
     X("O", PyObject *, opaque)       \
-    X("p", int, opaque_defers)       \
+    X("i", int, opaque_when)         \
     X("O", PyObject *, state_bytes)  \
     X("K", unsigned long long, host_device)
 
@@ -247,7 +247,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->n_params = options.n_params;
         if (o.opaque != Py_None) {
             self->opaque = Py_NewRef(o.opaque);
-            options.opaque = (gm_opaque){gm_py_run_opaque, self, o.opaque_defers};
+            options.opaque = (gm_opaque){gm_py_run_opaque, self, (gm_opaque_when)o.opaque_when};
         }
         gm_status status;
         GM_NO_GIL(status = make_engine(self, &options, o.ordinal, o.is_paper,

@@ -34,9 +34,9 @@ gm_status gm_py_run_opaque(void *context, const gm_opaque_call *call, bool *wrot
     for (uint32_t i = 0; ids && i < call->n_params; i++) {
         ids = gm_py_append(ids, PyLong_FromUnsignedLong(call->params[i]));
     }
-    PyObject *args = ids ? Py_BuildValue("(OdKK)", ids, (double)call->grad_scale,
+    PyObject *args = ids ? Py_BuildValue("(OdKKi)", ids, (double)call->grad_scale,
                                          (unsigned long long)(uintptr_t)call->late_scale,
-                                         (unsigned long long)call->stream)
+                                         (unsigned long long)call->stream, (int)call->how)
                          : NULL;
     int truth = gm_py_is_true(args ? gm_py_call_uninterrupted(self->opaque, args, &error) : NULL);
     Py_XDECREF(args);

@@ -757,6 +757,9 @@ gm_status gm_opaque_check_room(gm_engine *engine, const gm_update *updates, uint
 /* All of the chunk is on the device, until gm_opaque_update has ended.  An error: nothing is. */
 gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk);
 gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
+/* Without leaving the plan; *out: the spares get what the update makes.  Else nothing has changed. */
+gm_status gm_opaque_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
+gm_status gm_opaque_take(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
 /* update.c */
 gm_status gm_update_new(gm_engine *engine);

@@ -142,7 +142,7 @@ gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in)
     in->plan.policy = engine->policy;
     in->plan.block_bytes = engine->device->block_bytes;
     in->plan.is_opaque = gm_is_opaque(engine);
-    in->plan.is_at_step = in->plan.is_opaque && !engine->opaque.caller.defers;
+    in->plan.is_at_step = in->plan.is_opaque && engine->opaque.caller.when == GM_OPAQUE_AT_STEP;
     in->plan.stage_blocks = in->plan.is_opaque
                                 ? 0
                                 : (uint32_t)(gm_round_up(STAGE_BYTES, engine->device->block_bytes) /

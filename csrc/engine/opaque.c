@@ -16,6 +16,9 @@
  *      issued when the step returns is issued at last by gm_engine_issue, which the caller calls
  *      before the numbers that the function reads become others.
  *   5. It may write the gradient: who reads that issues it before.
+ *   6. What is speculated (speculation.c) runs where all is at home as well, with its own addresses.
+ *      Then what it has written goes to the spares, and is off the device before the lock is let go:
+ *      nothing ever reads it there.
  *
  * The host may wait in: gm_room_pin, for room; gm_opaque_wait; on devices whose streams the
  * function knows nothing of (the host), for the chunk's copies. */
@@ -128,18 +131,17 @@ static size_t held_bytes(const gm_engine *engine, uint32_t chunk)
     return bytes;
 }
 
-/* What the update needs beside all that; 0: it finds all of it on the device. */
+/* What the update needs beside all that.  What is on the device now may not be any more by then:
+ * the updates before it need room, too. */
 static size_t wanted_bytes(const gm_engine *engine, uint32_t chunk)
 {
     size_t bytes = 0;
-    bool is_there = true;
     for (int piece = 0; piece < N_PIECES; piece++) {
-        is_there &= gm_chunks_is_resident(engine->chunks, chunk, (gm_piece)piece);
         bytes += gm_chunks_pins(engine->chunks, chunk, (gm_piece)piece) > 0
                      ? 0
                      : gm_engine_piece_blocks(engine, chunk, (gm_piece)piece);
     }
-    return is_there ? 0 : bytes;
+    return bytes;
 }
 
 static gm_status check_room(const gm_engine *engine, uint32_t chunk, size_t held, size_t limit)
@@ -204,26 +206,30 @@ static gm_status call_without_lock(gm_engine *engine, const gm_opaque_call *what
     return status;
 }
 
-static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *wrote_grads)
+static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, gm_opaque_how how,
+                      bool *wrote_grads)
 {
     gm_device *device = engine->device;
-    gm_opaque_call what = {.chunk = chunk,
+    gm_opaque_call what = {.how = how,
+                           .chunk = chunk,
                            .n_params = (uint32_t)task->n_ranges,
                            .grad_scale = task->ranges[0].scalars.grad_scale,
                            .stream = engine->update.stream};
     if (task->factor != GM_FACTOR_KNOWN) {
         GM_TRY(gm_clip_order(engine, false, what.stream, &what.late_scale));
     }
-    GM_TRY(device->is_host ? device->ops->stream_sync(device, what.stream) : GM_OK);
+    bool has_work = how != GM_OPAQUE_TAKE;
+    GM_TRY(device->is_host && has_work ? device->ops->stream_sync(device, what.stream) : GM_OK);
     uint32_t *params = calloc(task->n_ranges, sizeof *params);
     GM_FAIL_IF(!params, GM_ERR_NOMEM, "HOST: table of %zu parameters", task->n_ranges);
     list_params(engine, chunk, task, params);
     what.params = params;
+    gm_timeline *timeline = has_work ? engine->timeline : NULL;
     uint32_t entry =
-        gm_timeline_begin(engine->timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
+        gm_timeline_begin(timeline, GM_LOG_DEVICE_UPDATE, GM_ON_UPDATE, chunk, GM_STATE,
                           gm_engine_piece_bytes(engine, chunk, GM_STATE), what.stream);
     gm_status status = call_without_lock(engine, &what, wrote_grads);
-    gm_timeline_end(engine->timeline, entry, what.stream);
+    gm_timeline_end(timeline, entry, what.stream);
     free(params);
     return status;
 }
@@ -239,21 +245,19 @@ static void outdate_sums(gm_engine *engine, uint32_t chunk)
     atomic_fetch_add(&engine->opaque.n_written, 1);
 }
 
-static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task)
+static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task, gm_opaque_how how,
+                     bool *wrote_grads)
 {
     gm_chunks *chunks = engine->chunks;
     gm_stream stream = engine->update.stream;
     /* Behind all that a write of the gradient has to come behind: only the end tells. */
     gm_use uses[] = {
         {GM_WEIGHT, GM_WRITE, stream}, {GM_STATE, GM_WRITE, stream}, {GM_GRAD, GM_WRITE, stream}};
-    bool wrote_grads = false;
+    *wrote_grads = false;
     GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, N_PIECES));
-    gm_status status = call(engine, chunk, task, &wrote_grads);
-    uses[GM_GRAD].work = wrote_grads ? GM_WRITE : GM_READ;
+    gm_status status = call(engine, chunk, task, how, wrote_grads);
+    uses[GM_GRAD].work = *wrote_grads && how == GM_OPAQUE_STEP ? GM_WRITE : GM_READ;
     gm_status ended = gm_chunks_end_all(chunks, chunk, uses, N_PIECES);
-    if (wrote_grads) {
-        outdate_sums(engine, chunk);
-    }
     return status == GM_OK ? ended : status;
 }
 
@@ -293,10 +297,46 @@ gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk)
 
 gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
-    gm_status status = run(engine, chunk, task);
+    bool wrote_grads;
+    gm_status status = run(engine, chunk, task, GM_OPAQUE_STEP, &wrote_grads);
     unpin(engine, chunk, N_PIECES);
+    if (wrote_grads) {
+        outdate_sums(engine, chunk);
+    }
     if (status == GM_OK && gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
         status = gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
     }
     return status == GM_OK ? send_home(engine, chunk) : status;
+}
+
+/* Invariant 6. */
+gm_status gm_opaque_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out)
+{
+    gm_chunks *chunks = engine->chunks;
+    *out = false;
+    for (int piece = 0; piece < N_PIECES; piece++) {
+        GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
+    }
+    bool is_possible, wrote_grads;
+    GM_TRY(gm_opaque_prefetch(engine, chunk, &is_possible));
+    if (!is_possible) {
+        return GM_OK;
+    }
+    GM_TRY(gm_opaque_pin(engine, chunk));
+    gm_status status = run(engine, chunk, task, GM_OPAQUE_AHEAD, &wrote_grads);
+    unpin(engine, chunk, N_PIECES);
+    *out = status == GM_OK && !wrote_grads;
+    for (int piece = 0; piece < N_PIECES; piece++) {
+        if (piece != GM_GRAD || !*out) {
+            gm_status back = gm_chunks_roll_back(chunks, chunk, (gm_piece)piece, *out);
+            status = status == GM_OK ? back : status;
+        }
+    }
+    return status;
+}
+
+gm_status gm_opaque_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
+{
+    bool wrote_grads;
+    return call(engine, chunk, task, GM_OPAQUE_TAKE, &wrote_grads);
 }

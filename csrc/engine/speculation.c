@@ -102,8 +102,10 @@ static size_t find_limit(gm_engine *engine)
     gm_speculation *s = &engine->speculation;
     size_t available, homes = gm_arena_reserved(engine->arena) - engine->stay.home_bytes;
     if (s->limit == SIZE_MAX) {
-        bool is_none = engine->policy == GM_POLICY_CUDA || gm_is_opaque(engine) ||
-                       find_available(engine, homes, &available) != GM_OK;
+        bool is_none =
+            engine->policy == GM_POLICY_CUDA ||
+            (gm_is_opaque(engine) && engine->opaque.caller.when != GM_OPAQUE_SPECULATED) ||
+            find_available(engine, homes, &available) != GM_OK;
         size_t wished = s->host_budget > homes ? s->host_budget - homes : 0;
         s->limit = is_none ? 0 : (wished < available ? wished : available) / s->divisor;
     }
@@ -298,7 +300,8 @@ static bool may_use_spare(const gm_engine *engine, uint32_t chunk)
 {
     return gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT) &&
            gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0 &&
-           !gm_chunks_is_resident(engine->chunks, chunk, GM_STATE);
+           (gm_is_opaque(engine) ? gm_chunks_pins(engine->chunks, chunk, GM_STATE) == 0
+                                 : !gm_chunks_is_resident(engine->chunks, chunk, GM_STATE));
 }
 
 gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)

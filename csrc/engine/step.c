@@ -77,7 +77,7 @@ static gm_status run_step(gm_engine *engine, const gm_update *updates, uint32_t 
         }
     }
     bool is_planned = engine->room.plan && !gm_watch_is_any(engine) &&
-                      (!gm_is_opaque(engine) || engine->opaque.caller.defers);
+                      (!gm_is_opaque(engine) || engine->opaque.caller.when != GM_OPAQUE_AT_STEP);
     GM_TRY(gm_update_issue_some(engine, is_planned ? GM_ISSUED_BY_STEP : UINT32_MAX));
     return gm_watch_renew(engine);
 }

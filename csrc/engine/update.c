@@ -21,7 +21,8 @@
  *      backward; it would see new weights where the gradient of the old ones is meant.  If it
  *      happens the engine dies with that text.
  *
- * The host may wait in: prepare_task (for a run of two steps ago), and where chunk.c says. */
+ * The host may wait in: prepare_task (for a run of two steps ago), prepare_opaque (for the factor of a
+ * clip), and where chunk.c says. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -277,12 +278,14 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     gm_class class = gm_plan_class(engine->room.plan, chunk);
-    bool is_streamed = class == GM_CLASS_S1 || class == GM_CLASS_S2;
+    bool is_streamed = class == GM_CLASS_S1 || class == GM_CLASS_S2, is_made = true;
     if (is_streamed && !gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
         return GM_OK;
     }
     gm_status status = gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT);
-    if (status == GM_OK) {
+    if (status == GM_OK && gm_is_opaque(engine)) {
+        status = gm_opaque_speculate(engine, chunk, task, &is_made);
+    } else if (status == GM_OK) {
         status = is_streamed
                      ? gm_stage_speculate(engine, chunk, task)
                      : run_on_host(engine, chunk, task, speculated, engine->update.host_stream);
@@ -290,7 +293,9 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
     if (status != GM_OK) {
         return gm_engine_die(engine, status);
     }
-    gm_speculation_note_result(engine, chunk);
+    if (is_made) {
+        gm_speculation_note_result(engine, chunk);
+    }
     return GM_OK;
 }
 
@@ -350,7 +355,8 @@ static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
         task->factor = GM_FACTOR_REDO;
         GM_TRY(run_on_host(engine, chunk, task, redone, engine->clip.stream));
     }
-    return refresh(engine, chunk);
+    GM_TRY(refresh(engine, chunk));
+    return gm_is_opaque(engine) ? gm_opaque_take(engine, chunk, task) : GM_OK;
 }
 
 static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
@@ -367,6 +373,18 @@ static gm_status run(gm_engine *engine, uint32_t chunk, gm_task *task)
                         : update_at_home(engine, chunk, task);
 }
 
+/* What is taken needs no room.  No call behind it could step again, so the host waits for a factor
+ * that has not come home. */
+static gm_status prepare_opaque(gm_engine *engine, uint32_t chunk, gm_task *task)
+{
+    gm_clip clip;
+    if (gm_speculation_is_of(engine, chunk, task) && task->factor == GM_FACTOR_LATE) {
+        GM_TRY(gm_clip_wait(engine, engine->step.n, &clip));
+    }
+    look_at_factor(engine, task);
+    return gm_speculation_is_of(engine, chunk, task) ? GM_OK : gm_opaque_pin(engine, chunk);
+}
+
 gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 {
     gm_task *task = gm_task_of(engine, chunk);
@@ -374,7 +392,7 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
         return GM_OK;
     }
     if (gm_is_opaque(engine) && task->n_ranges > 0) {
-        GM_TRY(gm_opaque_pin(engine, chunk));
+        GM_TRY(prepare_opaque(engine, chunk, task));
     }
     move(engine, chunk, GM_UPDATE_NONE);
     if (task->n_ranges == 0) {
@@ -389,7 +407,8 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
 gm_status gm_update_issue_early(gm_engine *engine, uint32_t chunk)
 {
     bool is_possible = true;
-    if (gm_is_opaque(engine) && gm_is_pending(engine, chunk) && engine->room.plan) {
+    if (gm_is_opaque(engine) && gm_is_pending(engine, chunk) && engine->room.plan &&
+        !gm_speculation_is_of(engine, chunk, gm_task_of(engine, chunk))) {
         GM_TRY(gm_opaque_prefetch(engine, chunk, &is_possible));
     }
     gm_status status = is_possible ? gm_update_issue(engine, chunk) : GM_OK;

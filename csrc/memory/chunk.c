@@ -275,9 +275,20 @@ gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind
     return GM_OK;
 }
 
+static gm_status copy_out(gm_chunks *chunks, const piece *p, gm_piece kind, uint8_t *to,
+                          gm_stream stream)
+{
+    uint32_t entry = gm_timeline_begin(chunks->timeline, log_of_send[kind],
+                                       kind == GM_STATE ? GM_ON_STATE_OUT : GM_ON_EVICT,
+                                       gm_piece_chunk(chunks, p), kind, p->bytes, stream);
+    GM_TRY(chunks->device->ops->copy_d2h(chunks->device, to, p->address, p->bytes, stream));
+    gm_timeline_end(chunks->timeline, entry, stream);
+    chunks->stats.evicted_bytes += p->bytes;
+    return GM_OK;
+}
+
 gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
-    gm_device *device = chunks->device;
     piece *p = gm_piece_at(chunks, id, kind);
     if (p->state != DIRTY) {
         return GM_OK;
@@ -290,16 +301,21 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece kind)
     /* Its users may be writers (a unit that changes its weights): the copy comes after them too. */
     GM_TRY(wait_fence(chunks, &p->used, stream));
     GM_TRY(order_home_write(chunks, p, stream));
-    uint32_t entry = gm_timeline_begin(chunks->timeline, log_of_send[kind],
-                                       kind == GM_STATE ? GM_ON_STATE_OUT : GM_ON_EVICT, id, kind,
-                                       p->bytes, stream);
-    GM_TRY(device->ops->copy_d2h(device, p->home, p->address, p->bytes, stream));
-    gm_timeline_end(chunks->timeline, entry, stream);
+    GM_TRY(copy_out(chunks, p, kind, p->home, stream));
     GM_TRY(set_fence(chunks, &p->homed, stream, false));
     p->is_home_late |= p->pins > 0;
-    chunks->stats.evicted_bytes += p->bytes;
     gm_piece_move(p, CLEAN);
     return GM_OK;
+}
+
+gm_status gm_piece_send_to_spare(gm_chunks *chunks, piece *p, gm_piece kind)
+{
+    gm_stream stream = chunks->out[kind];
+    GM_TRY(wait_fence(chunks, &p->used, stream));
+    GM_TRY(order_spare_write(chunks, p, stream));
+    GM_TRY(copy_out(chunks, p, kind, p->spare, stream));
+    GM_TRY(set_fence(chunks, &p->used, stream, false)); /* it reads the device's bytes */
+    return set_fence(chunks, &p->spare_homed, stream, false);
 }
 
 /* ---- pins ---- */

@@ -108,6 +108,8 @@ static inline bool gm_is_resident(const piece *p)
 void gm_piece_move(piece *p, piece_state to);
 /* The host waits until no work on the device can touch the piece or its home any more. */
 gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
+/* Copies the device's bytes there, not to the home. */
+gm_status gm_piece_send_to_spare(gm_chunks *chunks, piece *p, gm_piece kind);
 /* Copies; the piece owns its blocks. */
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
 /* Orders `stream` behind the users of the device bytes: for writing them, or what takes over their

@@ -288,34 +288,6 @@ gm_status gm_choose(const gm_problem *problem, const gm_dials *dials, gm_choice 
     return status;
 }
 
-/* The last chunks of the forward have most of the backward before their step, and most of the
- * forward after it. */
-static void choose_speculated(const gm_problem *problem, const gm_choice *choice, gm_plan *plan)
-{
-    const gm_plan_input *input = problem->input;
-    const gm_course *main = &problem->courses[problem->main];
-    size_t left = input->when == GM_DEFERRED ? input->spare_bytes : 0;
-    double all = 0, taken = 0;
-    for (uint32_t c = 0; c < problem->n; c++) {
-        all += plan->class_of[c] == GM_CLASS_R ? 0 : (double)input->chunks[c].numel;
-    }
-    for (uint32_t i = problem->n; i-- > 0;) {
-        uint32_t c = problem->order[i];
-        size_t spare = gm_plan_spare(&input->chunks[c]);
-        double numel = (double)input->chunks[c].numel;
-        if (plan->class_of[c] == GM_CLASS_R || !problem->is_trained[c] ||
-            main->grad[c] == GM_NO_TICK) {
-            continue;
-        }
-        if (spare > left || taken + numel > choice->speculated * all * (1 + 1e-9)) {
-            return;
-        }
-        left -= spare;
-        taken += numel;
-        plan->is_speculated[c] = true;
-    }
-}
-
 gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out)
 {
     gm_plan *plan;
@@ -326,7 +298,6 @@ gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice,
         gm_plan_free(plan);
         return status;
     }
-    choose_speculated(problem, choice, plan);
     for (uint32_t k = 0; k < problem->n_courses && status == GM_OK; k++) {
         status = gm_schedule_new(problem, plan, &problem->courses[k], &plan->schedules[k]);
         plan->n_schedules += status == GM_OK;

@@ -146,7 +146,9 @@ static void read_opens(const gm_plan_input *input, gm_course *course, const uint
         }
         if (course->grad[tick->id] == t && input->chunks[tick->id].bytes[GM_GRAD] > 0) {
             uint32_t begin = begins[tick->id] < recent[0] ? begins[tick->id] : recent[0];
-            uint32_t last = input->when == GM_IMMEDIATE ? course->ready[tick->id] : t;
+            bool may_be_early =
+                input->when == GM_IMMEDIATE || (input->is_opaque && input->spare_bytes > 0);
+            uint32_t last = may_be_early ? course->ready[tick->id] : t;
             uint32_t end = last < course->n ? last + 1 : course->n;
             bool is_reduced = gm_is_reduced(input, tick->id);
             /* What was summed before has to be there when the sum comes, so it comes back a tick

@@ -25,12 +25,14 @@ void gm_needs_free(gm_needs *needs)
     memset(needs, 0, sizeof *needs);
 }
 
-/* Whether an update of streamed weights comes at its gradient's tick. */
+/* Whether an update of streamed weights, or what speculates it in their place, comes at its
+ * gradient's tick. */
 static bool is_updated_in_pass(const gm_plan *plan, const gm_plan_input *input,
                                const gm_course *course, uint32_t c)
 {
-    return input->when == GM_IMMEDIATE && course->grad[c] != GM_NO_TICK &&
-           plan->class_of[c] == GM_CLASS_S2 && !plan->is_late[c];
+    bool is_early = input->when == GM_IMMEDIATE ? !plan->is_late[c]
+                                                : input->is_opaque && plan->is_speculated[c];
+    return is_early && course->grad[c] != GM_NO_TICK && plan->class_of[c] == GM_CLASS_S2;
 }
 
 /* The uses of the course's chunks without gathered weights, prolonged where an update on the device
@@ -126,7 +128,7 @@ gm_status gm_needs_new(const gm_plan_input *input, const gm_plan *plan, const gm
             out->first[c] = course->n;
         }
         find_gathers(input, plan, course, &rings, out);
-        if (input->when == GM_IMMEDIATE) {
+        if (input->when == GM_IMMEDIATE || input->is_opaque) {
             prolong(plan, input, course, latest, out);
         }
         if (!is_sorted(out)) {

@@ -251,6 +251,35 @@ static bool is_resident(const gm_problem *problem, const gm_plan *plan, uint32_t
     }
 }
 
+/* The last chunks of the forward have most of the backward before their step, and most of the
+ * forward after it. */
+static void choose_speculated(const gm_problem *problem, const gm_choice *choice, gm_plan *plan)
+{
+    const gm_plan_input *input = problem->input;
+    const gm_course *main = &problem->courses[problem->main];
+    size_t left = input->when == GM_DEFERRED ? input->spare_bytes : 0;
+    double all = 0, taken = 0;
+    for (uint32_t c = 0; c < problem->n; c++) {
+        all += plan->class_of[c] == GM_CLASS_R ? 0 : (double)input->chunks[c].numel;
+    }
+    for (uint32_t i = problem->n; i-- > 0;) {
+        uint32_t c = problem->order[i];
+        size_t spare = gm_plan_spare(&input->chunks[c]);
+        double numel = (double)input->chunks[c].numel;
+        if (plan->class_of[c] == GM_CLASS_R || !problem->is_trained[c] ||
+            main->grad[c] == GM_NO_TICK ||
+            (input->is_opaque && main->ready[c] >= main->n)) { /* its weights are in use */
+            continue;
+        }
+        if (spare > left || taken + numel > choice->speculated * all * (1 + 1e-9)) {
+            return;
+        }
+        left -= spare;
+        taken += numel;
+        plan->is_speculated[c] = true;
+    }
+}
+
 gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, gm_plan *plan)
 {
     gm_ring ring = {.problem = problem,
@@ -265,6 +294,8 @@ gm_status gm_plan_place_all(const gm_problem *problem, const gm_choice *choice, 
         plan->class_of[c] = choice->of[c].class_of;
         plan->is_late[c] = choice->of[c].is_late;
     }
+    memset(plan->is_speculated, 0, plan->n * sizeof *plan->is_speculated);
+    choose_speculated(problem, choice, plan);
     memset(plan->ring, 0, sizeof plan->ring);
     memset(plan->places, 0, (size_t)plan->n * GM_N_PIECES * sizeof *plan->places);
     plan->n_blocks = 0;

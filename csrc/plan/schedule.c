@@ -271,8 +271,9 @@ static void write_grad_ticks(gm_writer *w)
         if (is_out_at_grad(w->problem, w->plan, c)) {
             note(w, tick, PHASE_GRAD_OUT, GM_OP_GRAD_OUT, c);
         }
-        if (w->plan->is_speculated[c] && tick < w->course->n) {
-            note(w, tick, PHASE_SPECULATE, GM_OP_SPECULATE, c);
+        uint32_t ahead = w->problem->input->is_opaque ? w->course->ready[c] : tick;
+        if (w->plan->is_speculated[c] && ahead < w->course->n) {
+            note(w, ahead, PHASE_SPECULATE, GM_OP_SPECULATE, c);
         }
         if (is_at_grad(w, c)) {
             note(w, w->course->ready[c], PHASE_EARLY_UPDATE, GM_OP_UPDATE, c);

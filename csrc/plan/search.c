@@ -431,7 +431,7 @@ static gm_status run_fixed(gm_search *s)
         gm_dials dials = {.depth = {own, s->problem->input->is_opaque ? 2 * own : 0, 2 * own},
                           .host = 1,
                           .weights = is_cpu ? 0 : 1,
-                          .speculated = 1,
+                          .speculated = own > 0 || !s->problem->input->is_opaque,
                           .blocks = s->problem->n_blocks};
         dials.depth[GM_GATHERED] = s->problem->has_gathered ? ahead[i][0] : 0;
         dials.depth[GM_UNREDUCED] = s->problem->has_unreduced ? ahead[i][1] : 0;
@@ -472,7 +472,8 @@ static gm_status run_level(gm_search *s, uint32_t blocks, uint32_t n_questions_h
                               unreduced[] = {1, 1, 2, 2, 1, 1, 0};
         gm_dials dials = starts[i];
         dials.blocks = blocks;
-        dials.speculated = 1;
+        /* What an opaque update speculates keeps weights on the device for longer. */
+        dials.speculated = i < 4 || !s->problem->input->is_opaque;
         dials.depth[GM_GATHERED] = s->problem->has_gathered ? gathered[i] : 0;
         dials.depth[GM_UNREDUCED] = s->problem->has_unreduced ? unreduced[i] : 0;
         GM_TRY(i < 4 || !s->best.plan ? try_dials(s, &dials, &is_best) : GM_OK);

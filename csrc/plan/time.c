@@ -263,8 +263,7 @@ static uint32_t update_in_place(gm_replay *r, uint32_t c, double seconds)
     return node;
 }
 
-/* Of an opaque update. */
-static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds)
+static void fetch_states(gm_replay *r, uint32_t c)
 {
     gm_item *s = item(r, c, GM_STATE);
     size_t bytes = chunk_of(r, c)->bytes[GM_STATE];
@@ -272,6 +271,14 @@ static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds)
         claim(r, c, GM_STATE);
         s->filled = copy(r, GM_LANE_STATE, bytes);
     }
+}
+
+/* Of an opaque update. */
+static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds)
+{
+    gm_item *s = item(r, c, GM_STATE);
+    size_t bytes = chunk_of(r, c)->bytes[GM_STATE];
+    fetch_states(r, c);
     uint32_t node = update_in_place(r, c, seconds);
     if (bytes > 0) {
         gm_sim_wait(&r->sim, node);
@@ -303,6 +310,28 @@ static void update_on_device(gm_replay *r, uint32_t c)
     }
 }
 
+/* In place, and from there to the spares: nothing of it stays on the device. */
+static void speculate_in_place(gm_replay *r, uint32_t c, double seconds)
+{
+    gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
+    fetch(r, c);
+    fetch_states(r, c);
+    gm_sim_wait(&r->sim, w->homed);
+    gm_sim_wait(&r->sim, w->filled);
+    gm_sim_wait(&r->sim, s->filled);
+    gm_sim_wait(&r->sim, g->filled);
+    gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
+    uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
+    w->filled = s->filled = g->used = node;
+    gm_sim_wait(&r->sim, node);
+    s->homed = copy(r, GM_LANE_STATE_OUT, chunk_of(r, c)->bytes[GM_STATE]);
+    gm_sim_wait(&r->sim, node);
+    gm_sim_wait(&r->sim, s->homed);
+    w->homed = copy(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
+    w->is_there = s->is_there = false;
+    r->chunks[c].result = w->homed;
+}
+
 static void speculate(gm_replay *r, uint32_t c)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *g = item(r, c, GM_GRAD);
@@ -318,7 +347,11 @@ static void speculate(gm_replay *r, uint32_t c)
     } else if (g->is_there) {
         double seconds = (double)chunk_of(r, c)->numel / r->problem->input->rates.device_adam;
         r->load->compute += r->weight * seconds;
-        g->used = stream_states(r, c, seconds, true, &r->chunks[c].result);
+        if (r->problem->input->is_opaque) {
+            speculate_in_place(r, c, seconds);
+        } else {
+            g->used = stream_states(r, c, seconds, true, &r->chunks[c].result);
+        }
     }
 }
 

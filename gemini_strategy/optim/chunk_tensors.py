@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,10 +69,16 @@ class StandIn:
         self.parameter.grad = grad
         return grad
 
-    def close(self) -> None:
-        """The values have become others, and attributes may have."""
+    def has_attributes(self) -> bool:
+        """Whether what the program has set on the parameter is what it was."""
+        left, before = _attributes(self.parameter), _attributes(self.original)
+        return left.keys() == before.keys() and all(left[name] is before[name] for name in left)
+
+    def close(self, is_ahead: bool = False) -> None:
+        """The values have become others, and attributes may have: of a step, the program's, too."""
         self.parameter.grad = None
         left, before = _attributes(self.parameter), _attributes(self.original)
+        left = before if is_ahead else left
         for name in before.keys() - left.keys():
             del vars(self.original)[name]
         vars(self.original).update(
@@ -107,6 +115,16 @@ class StandIn:
 def _attributes(parameter: torch.Tensor) -> dict[str, Any]:
     """What programs have set on it."""
     return {k: v for k, v in vars(parameter).items() if not k.startswith("_gm")}
+
+
+@functools.cache
+def plain_dispatch() -> tuple[Any, Any]:
+    """What torch's dispatcher includes and excludes in a new thread. A part may run inside an operation on a parameter
+    (absent.py), where keys are excluded that torch.compile needs.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        keys = pool.submit(_torch.included_keys), pool.submit(_torch.excluded_keys)
+        return keys[0].result(), keys[1].result()
 
 
 @contextlib.contextmanager

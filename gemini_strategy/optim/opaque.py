@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,23 @@ from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 
 Path = tuple[str | int, ...]
+
+
+class How(enum.IntEnum):
+    """What the core asks for (csrc/engine/engine.h, gm_opaque_how)."""
+
+    STEP = 0
+    AHEAD = 1  # what the step may be, in the same place
+    TAKE = 2  # the step is what was made ahead
+
+
+class When(enum.IntEnum):
+    """When the core may ask for it (gm_opaque_when)."""
+
+    AT_STEP = 0
+    DEFERRED = 1
+    SPECULATED = 2
+
 
 _ALIGN = 512  # bytes: as torch's allocator places a tensor
 

@@ -30,16 +30,27 @@ import torch
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque, overrides, parts, rehearsal
+from gemini_strategy.optim.ahead import Ahead, Setting, entry_apart
 from gemini_strategy.optim.chunk_tensors import (
     StandIn,
     copied,
     is_equal,
     on_stream,
+    plain_dispatch,
     room,
     tensor_at,
     twin,
 )
-from gemini_strategy.optim.opaque import Form, Leaf, Path, is_kept_in_chunk, leaves, with_leaves
+from gemini_strategy.optim.opaque import (
+    Form,
+    How,
+    Leaf,
+    Path,
+    When,
+    is_kept_in_chunk,
+    leaves,
+    with_leaves,
+)
 from gemini_strategy.optim.opaque_parts import Divisions, Part, forked, values_of
 from gemini_strategy.optim.opaque_states import Copies, Snapshots
 from gemini_strategy.optim.stage import sorts_of
@@ -50,15 +61,8 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
 
-_SAME = (
-    0.0,
-    0.9,
-    0.999,
-    1e-8,
-    0.0,
-)  # hyperparameters of Adam that the core takes and nothing reads
-
-
+# Hyperparameters of Adam that the core takes and nothing reads.
+_SAME = 0.0, 0.9, 0.999, 1e-8, 0.0
 _NAMES = ("params", "param_names")
 
 
@@ -101,6 +105,7 @@ class OpaqueOptimizer:
         self._dropped: list[Slot] = []
         self._optimizer = weakref.ref(optimizer)
         self._recipes: dict[int, tuple[int, dict[str, Any]]] = {}  # of each group, the last
+        self._ahead = Ahead(self._recipes.clear)
         self._numbers = itertools.count(1)
         self._start: parts.Own | None = None
         self._end: parts.Own | None = None
@@ -166,12 +171,9 @@ class OpaqueOptimizer:
 
     def core_arguments(self) -> dict[str, Any]:
         """Of the core (csrc/engine/opaque.c), which does not keep this."""
-        return {
-            "opaque": weak_method(self.run),
-            "opaque_defers": not (
-                self._rehearsed.writes_itself or self._rehearsed.writes_gradients
-            ),
-        }
+        writes = self._rehearsed.writes_itself or self._rehearsed.writes_gradients
+        when = When.AT_STEP if writes else When.SPECULATED
+        return {"opaque": weak_method(self.run), "opaque_when": when}
 
     def _issue(self) -> None:
         """Parts of the last step that are still to run do so now."""
@@ -245,6 +247,21 @@ class OpaqueOptimizer:
         self._start, self._end = parts.Own(own.attributes, options), None
         kind = runtime.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._ahead.check(Setting(own.attributes, self._settings, self._autocast))
+
+    def announce(self) -> bool:
+        """Parts of the coming step may run before it, with the groups of now; False: they may not."""
+        optimizer: Any = self._optimizer()
+        groups = sorts_of(optimizer), _group_of(optimizer)
+        settings = overrides.settings_of(optimizer)
+        if self._copies.any() or (groups, settings) != (
+            (self._sorts, self._group_of),
+            self._settings,
+        ):
+            return False
+        own = parts.Own.of(optimizer)
+        self._ahead.begin(own, Setting(own.attributes, settings, self._autocast))
+        return True
 
     def _regroup(self, optimizer: Any) -> None:
         """Groups may have been edited: what was rehearsed has to hold for them, too."""
@@ -282,14 +299,23 @@ class OpaqueOptimizer:
         """What the optimizer has besides parameters and states, by names, for ranks to compare."""
         return values_of(parts.Own.of(self._optimizer()), self._rehearsed.writes_itself)  # type: ignore[arg-type]
 
-    def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
-        """Steps these parameters; gives whether their gradients were written."""
+    def run(
+        self, ids: list[int], scale: float, late_scale: int, stream: int, how: int = How.STEP
+    ) -> bool:
+        """Steps these parameters; gives whether their gradients were written, or AHEAD what only a step may write."""
         runtime: Any = self._runtime()
+        slots = [runtime.slots_by_id[i] for i in ids]
         self._stream = stream
+        if how == How.TAKE:
+            assert self._ahead.own is not None
+            self._commit(self._optimizer(), self._ahead.own)
+            self._entries.update(self._ahead.take(slots))
+            return False
         try:
             returns = self._rehearsed.writes_itself
             enabled, dtype = self._autocast
             with (
+                _torch.ForceDispatchKeyGuard(*plain_dispatch()),
                 torch.inference_mode(False),
                 torch.no_grad(),
                 _torch.DisableFuncTorch(),
@@ -299,7 +325,7 @@ class OpaqueOptimizer:
                 factor: Any = scale
                 if late_scale:
                     factor = tensor_at(late_scale, (), (), torch.float32, runtime.device)
-                return self._run([runtime.slots_by_id[i] for i in ids], factor)
+                return self._run(slots, factor, is_ahead=how == How.AHEAD)
         except BaseException as error:
             self.error = error
             runtime.ranks.abort(f"the optimizer's step(): {type(error).__name__}: {error}")
@@ -328,7 +354,7 @@ class OpaqueOptimizer:
             self._issue()
             self._copies.renew()
 
-    def _run(self, slots: list[Slot], factor: Any) -> bool:
+    def _run(self, slots: list[Slot], factor: Any, is_ahead: bool) -> bool:
         groups: dict[int, list[Slot]] = {}
         for slot in slots:
             groups.setdefault(self._group_of[id(slot.parameter)], []).append(slot)
@@ -337,11 +363,13 @@ class OpaqueOptimizer:
             slot: (grad, grad._version) for slot in slots for grad in [opened[slot].open(factor)]
         }
         try:
+            if is_ahead:
+                return not self._step_ahead(groups, grads)
             self._step(groups)
             wrote = [self._follow(slot, *grads[slot]) for slot in slots]
         finally:
             for stand_in in opened.values():
-                stand_in.close()
+                stand_in.close(is_ahead)
         return any(wrote)
 
     def _follow(self, slot: Slot, grad: torch.Tensor, version: int) -> bool:
@@ -361,11 +389,51 @@ class OpaqueOptimizer:
         return True
 
     def _step(self, groups: Mapping[int, list[Slot]]) -> None:
-        """A part: the optimizer's groups, with these parameters alone."""
-        optimizer: Any = self._optimizer()
+        """A part of the step."""
         assert self._start is not None
+        ended, found = self._stepped(groups, self._start, self._entries)
+        self._commit(self._optimizer(), ended)
+        self._entries.update(found)
+
+    def _step_ahead(
+        self, groups: Mapping[int, list[Slot]], grads: Mapping[Slot, tuple[torch.Tensor, int]]
+    ) -> bool:
+        """A part of the coming step; whether it can be kept."""
+        begun = self._ahead.own
+        try:
+            stays = {slot: self._paths_here(slot) for slot in grads}
+            entries = {
+                slot: entry_apart(self._entries[slot], stays[slot])
+                for slot in grads
+                if slot in self._entries
+            }
+        except Exception:  # an object that cannot be copied
+            return False
+        if begun is None:
+            return False
+        ended, found = self._stepped(groups, begun, entries)
+        for slot, (grad, version) in grads.items():
+            stand_in = self._stand_in(slot)
+            left = stand_in.parameter.grad
+            if left is not grad or left._version != version or not stand_in.has_attributes():
+                return False
+        if begun.difference(ended) is not None or not found.keys() >= entries.keys():
+            return False
+        self._ahead.keep(grads, found)
+        return True
+
+    def _paths_here(self, slot: Slot) -> set[Path]:
+        """Of leaves that a part of a step need not have for itself: in the chunk, or tables of many parameters."""
+        form = self._divisions.form(slot)
+        tables = {path for path, shape in form.shapes().items() if math.prod(shape) > 1}
+        return {leaf.path for leaf, _ in form.places} | (form.shared & tables)
+
+    def _stepped(
+        self, groups: Mapping[int, list[Slot]], own: parts.Own, entries: Mapping[Slot, Any]
+    ) -> tuple[parts.Own, dict[Slot, dict[Any, Any]]]:
+        """The optimizer's groups, with these parameters alone, after a step: its values and their entries."""
+        optimizer: Any = self._optimizer()
         state: defaultdict[Any, Any] = defaultdict(dict)
-        own = self._start
         inner = parts.stand_in(optimizer, [], state, self.kind)
         if self._rehearsed.writes_itself:
             own = own.copied(optimizer, inner)
@@ -376,8 +444,8 @@ class OpaqueOptimizer:
         for slot in itertools.chain.from_iterable(groups.values()):
             stepped: Any = self._stand_in(slot).parameter
             stepped._gm_settings = self._settings.get(id(slot.parameter), {})
-            if slot in self._entries:
-                state[stepped] = self._entries[slot]
+            if slot in entries:
+                state[stepped] = entries[slot]
         inner.param_groups = [
             {"params": p, **options} for p, options in zip(params, own.options, strict=True)
         ]
@@ -385,11 +453,12 @@ class OpaqueOptimizer:
             del vars(inner)[name]  # an earlier part has set it first
         vars(inner).update(own.attributes)
         parts.run(inner)
-        self._commit(optimizer, parts.Own.of(inner))
-        for slot in itertools.chain.from_iterable(groups.values()):
-            entry = inner.state.get(self._stand_in(slot).parameter)
-            if entry is not None:
-                self._entries[slot] = self._adopted(slot, entry)
+        found = {
+            slot: self._adopted(slot, inner.state[self._stand_in(slot).parameter])
+            for slot in itertools.chain.from_iterable(groups.values())
+            if self._stand_in(slot).parameter in inner.state
+        }
+        return parts.Own.of(inner), found
 
     def _commit(self, optimizer: Any, ended: parts.Own) -> None:
         """Invariant 2."""
@@ -546,6 +615,7 @@ class OpaqueOptimizer:
         self._note(slot)
 
     def _note(self, slot: Slot) -> None:
+        self._ahead.forget()
         slot.has_state = self.has(slot) if self._has_shards else bool(self._entries.get(slot))
         slot.note_state_change()
 
@@ -685,6 +755,7 @@ class OpaqueOptimizer:
     def show(self, slot: Slot) -> dict[Any, Any]:
         """The parameter's entry as a program sees it, and may write it."""
         self._look()
+        self._ahead.forget()  # counters are the very tensors
         if not self._has_shards:
             self._entries.setdefault(slot, {})
         self._wait(slot)

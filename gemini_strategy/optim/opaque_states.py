@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,12 @@ class _Entry(dict[Any, Any]):
         return dict, (dict(self),)
 
 
+def _is_shared(reference: weakref.ref[torch.Tensor]) -> bool:
+    """Whether there is more that has the tensor than the optimizer's entry, this function and the call in it."""
+    tensor = reference()
+    return tensor is not None and sys.getrefcount(tensor) > 3
+
+
 class _Copy:
     """What a program may have of one parameter's states."""
 
@@ -78,9 +85,11 @@ class _Copy:
         self.versions: dict[Path, int] = {}  # when states were used last
 
     def is_any(self) -> bool:
-        """The program has something of it, counters included."""
-        known = [self.entry, *self.tensors.values(), *self.others]
-        return any(each is not None and each() is not None for each in known)
+        """The program has something of it, counters included: those are the optimizer's own tensors."""
+        known = [self.entry, *self.tensors.values()]
+        return any(each is not None and each() is not None for each in known) or any(
+            _is_shared(each) for each in self.others
+        )
 
     def alive(self) -> tuple[_Entry | None, dict[Path, torch.Tensor]]:
         entry = None if self.entry is None else self.entry()

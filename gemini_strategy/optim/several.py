@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gemini_strategy.errors import GeminiError
+from gemini_strategy.optim.opaque import How, When
 from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
 from gemini_strategy.weakly import weak_method
 
@@ -93,8 +94,9 @@ class OpaqueSeveral:
         return self._owners.get(id(slot.parameter), self.members[0])
 
     def core_arguments(self) -> dict[str, Any]:
-        defers = all(member.core_arguments()["opaque_defers"] for member in self.members)
-        return {"opaque": weak_method(self.run), "opaque_defers": defers}
+        # A step of one of them is no sign of what the others' will be: none is made ahead.
+        whens = [member.core_arguments()["opaque_when"] for member in self.members]
+        return {"opaque": weak_method(self.run), "opaque_when": min(*whens, When.DEFERRED)}
 
     def cut(self, slot: Slot) -> int:
         return self.owner(slot).cut(slot)
@@ -118,12 +120,14 @@ class OpaqueSeveral:
             f"{key} of optimizer {i}": v for i, own in enumerate(every) for key, v in own.items()
         }
 
-    def run(self, ids: list[int], scale: float, late_scale: int, stream: int) -> bool:
+    def run(
+        self, ids: list[int], scale: float, late_scale: int, stream: int, how: int = How.STEP
+    ) -> bool:
         """As OpaqueOptimizer.run; a step is of one of them."""
         wrote = False
         for member in self.members:
             mine = member.select(ids)
-            wrote |= bool(mine) and member.run(mine, scale, late_scale, stream)
+            wrote |= bool(mine) and member.run(mine, scale, late_scale, stream, how)
         return wrote
 
     def end(self, slots: Iterable[Slot], stream: int) -> None:

@@ -6,6 +6,7 @@
  * one, on both devices. */
 #include <pthread.h>
 #include <stdatomic.h>
+#include <math.h>
 #include <string.h>
 
 #include "arith/format.h"
@@ -35,12 +36,16 @@ typedef struct model {
     bool is_coming; /* in the step that comes, runs, or has left updates for later */
     float scale;    /* of its gradient there */
     uint32_t n_calls;
+    int64_t ahead; /* the number with which it was stepped ahead last */
 } model;
 
 typedef struct world {
     uint64_t random, aside; /* aside: of what happens inside updates, whose order plans decide */
     gm_device *device;
     bool is_chaos, writes_grads, asks_room, defers;
+    bool clips;               /* each step asks for the norm, and its numbers are announced */
+    int64_t number;           /* of the step that comes, as Adam's */
+    bool is_undone;           /* the function says AHEAD that the engine is to undo it */
     bool is_behind, is_taken; /* a step is, or has been taken; since the last gm_engine_issue */
     gm_engine *engine;
     model params[MOST_PARAMS];
@@ -60,6 +65,7 @@ static struct {
     unsigned long long plans, breaks, deviations, evictions, immediate, late, written, calls,
         errors;
     unsigned long long shed, reserved, others, no_room, staying, stateless, behind;
+    unsigned long long ahead, undone, taken, redone;
 } met;
 
 static uint64_t seed;
@@ -244,6 +250,16 @@ typedef struct job {
     bool writes_grads;
 } job;
 
+/* The caller's own part of a step that was stepped ahead. */
+static void take(world *w, model *p)
+{
+    CHECK(p->is_coming && p->n_calls++ == 0 && w->is_behind);
+    CHECK(p->ahead == w->number && p->scale >= 1 && p->scale <= 1);
+    uint8_t *grad = memcpy(malloc(4 * MOST_NUMEL), p->stepped, 4 * MOST_NUMEL);
+    mix(p, p->weight, p->low, grad, p->states, p->scale, false);
+    free(grad);
+}
+
 static void run_job(void *context)
 {
     job *j = context;
@@ -265,9 +281,16 @@ static gm_status step_one(world *w, uint32_t id, const gm_opaque_call *call)
     gm_opaque_place at;
     gm_engine_opaque_place(w->engine, id, &at);
     CHECK(gm_engine_chunk_of(w->engine, id) == call->chunk);
-    CHECK(p->is_coming && p->n_calls++ == 0);
-    met.behind += w->is_taken;
-    CHECK(call->late_scale || (call->grad_scale >= p->scale && call->grad_scale <= p->scale));
+    bool is_ahead = call->how == GM_OPAQUE_AHEAD, writes = w->writes_grads;
+    float scale = is_ahead ? 1 : p->scale;
+    if (is_ahead) { /* its writes are undone */
+        p->ahead = w->number;
+        writes = w->is_undone;
+    } else {
+        CHECK(p->is_coming && p->n_calls++ == 0);
+        met.behind += w->is_taken;
+    }
+    CHECK(call->late_scale || (call->grad_scale >= scale && call->grad_scale <= scale));
     CHECK(p->state_bytes == 0 || at.states % GM_ALIGN == 0);
     job *j = malloc(sizeof *j);
     CHECK(j);
@@ -277,9 +300,10 @@ static gm_status step_one(world *w, uint32_t id, const gm_opaque_call *call)
                .grad = (uint8_t *)at.grad,
                .states = (uint8_t *)at.states,
                .late_scale = call->late_scale,
-               .writes_grads = w->writes_grads};
+               .writes_grads = writes};
+    j->before.scale = scale;
     gm_note_access(w->device, j->weight, weight_bytes(p), true, call->stream);
-    gm_note_access(w->device, j->grad, grad_bytes(p), w->writes_grads, call->stream);
+    gm_note_access(w->device, j->grad, grad_bytes(p), writes, call->stream);
     if (low_bytes(p) > 0) {
         gm_note_access(w->device, j->low, low_bytes(p), true, call->stream);
     }
@@ -289,19 +313,22 @@ static gm_status step_one(world *w, uint32_t id, const gm_opaque_call *call)
     if (call->late_scale) {
         gm_note_access(w->device, call->late_scale, sizeof(float), false, call->stream);
     }
-    if (w->is_behind) { /* another gradient may have begun */
+    if (!is_ahead && w->is_behind) { /* another gradient may have begun */
         memcpy(j->before.grad, p->stepped, grad_bytes(p));
     }
-    mix(p, p->weight, p->low, w->writes_grads ? p->grad : j->before.grad, p->states, p->scale,
-        w->writes_grads);
+    if (!is_ahead) {
+        mix(p, p->weight, p->low, writes ? p->grad : j->before.grad, p->states, scale, writes);
+    }
     return w->device->ops->host_call(w->device, run_job, j, call->stream);
 }
 
 static gm_status run(void *context, const gm_opaque_call *call, bool *wrote_grads)
 {
     world *w = context;
+    bool is_ahead = call->how == GM_OPAQUE_AHEAD;
     atomic_store(&w->is_inside, true);
     met.late += call->late_scale != NULL;
+    w->is_undone = is_ahead && chance_aside(w, 8);
     if (!w->has_waiter && chance_aside(w, 40)) { /* any other call waits */
         CHECK(pthread_create(&w->waiter, NULL, drain_elsewhere, w) == 0);
         w->has_waiter = true;
@@ -317,13 +344,20 @@ static gm_status run(void *context, const gm_opaque_call *call, bool *wrote_grad
         if (w->asks_room) {
             ask_for_room(w);
         }
-        CHECK_OK(step_one(w, call->params[i], call));
+        if (call->how == GM_OPAQUE_TAKE) {
+            take(w, &w->params[call->params[i]]);
+        } else {
+            CHECK_OK(step_one(w, call->params[i], call));
+        }
     }
-    *wrote_grads = w->writes_grads;
+    *wrote_grads = is_ahead ? w->is_undone : w->writes_grads;
     met.written += w->writes_grads;
+    met.undone += w->is_undone;
+    met.ahead += is_ahead;
+    met.taken += call->how == GM_OPAQUE_TAKE;
     met.calls++;
     atomic_store(&w->is_inside, false);
-    w->fails_in -= w->fails_in > 0;
+    w->fails_in -= w->fails_in > 0 && (is_ahead || !w->clips);
     return w->fails_in == 1 ? GM_FAIL(GM_ERR_STATE, "the test's own optimizer fails") : GM_OK;
 }
 
@@ -435,6 +469,7 @@ static void do_something(world *w)
     case 3: w->outside = chance(w, 2) ? 0 : draw(w, 4) * BLOCK; break;
     case 4: (void)gm_engine_reserve(w->engine, draw(w, 4) * BLOCK); break;
     case 5:
+        CHECK_OK(gm_engine_issue(w->engine)); /* else the model has them before the update does */
         for (size_t i = 0; i < p->state_bytes; i++) {
             p->states[i] = (uint8_t)next_random(&w->random);
         }
@@ -605,19 +640,42 @@ static void end_step(world *w)
     }
 }
 
-static uint32_t list_updates(world *w, bool is_before_backward, gm_update *out)
+static gm_adam_hyper draw_hyper(world *w)
 {
-    uint32_t n = 0;
-    gm_adam_hyper hyper = {.beta1 = 0.9,
+    return (gm_adam_hyper){.beta1 = 0.9,
                            .beta2 = 0.999,
                            .eps = 1e-8,
-                           .step = 1 + (int64_t)draw(w, 3),
+                           .step = w->number,
                            .adamw = true,
                            .bias_correction = true,
                            .clip_factor = 1,
-                           .grad_divisor = chance(w, 3) ? 8 : 1};
+                           .grad_divisor = !w->clips && chance(w, 3) ? 8 : 1};
+}
+
+/* The numbers of the step that its backward is going to make complete. */
+static void announce(world *w)
+{
+    gm_update updates[MOST_PARAMS];
+    uint32_t n = 0;
+    gm_adam_hyper hyper = draw_hyper(w);
+    for (uint32_t id = 0; id < w->n_params; id++) {
+        const model *p = &w->params[id];
+        if (p->spec.has_moments && (p->has_grad || p->is_in_pass)) {
+            updates[n++] = (gm_update){.param = id, .hyper = hyper};
+        }
+    }
+    if (gm_engine_wants_numbers(w->engine)) {
+        CHECK_OK(gm_engine_announce(w->engine, updates, n));
+    }
+}
+
+static uint32_t list_updates(world *w, bool is_before_backward, gm_update *out)
+{
+    uint32_t n = 0;
+    w->number = w->clips && !chance(w, 6) ? w->number : 1 + (int64_t)draw(w, 3);
+    gm_adam_hyper hyper = draw_hyper(w);
     end_step(w);
-    w->writes_grads = chance(w, 4);
+    w->writes_grads = !w->clips && chance(w, 4);
     for (uint32_t id = 0; id < w->n_params; id++) {
         model *p = &w->params[id];
         gm_adam_scalars scalars;
@@ -642,8 +700,9 @@ static void clip(world *w, gm_update *updates, uint32_t n)
     float norm, seen;
     bool has_waited;
     uint32_t n_ids = norm_of(w, ids, &want);
+    bool fires = chance(w, w->clips ? 8 : 2);
     gm_clip_args args = {
-        .sums = &want, .n = 1, .max_norm = chance(w, 2) ? 0.1 : 1e9, .out = &found, .norm = &norm};
+        .sums = &want, .n = 1, .max_norm = fires ? 0.1 : 1e9, .out = &found, .norm = &norm};
     gm_clip_host(&args);
     CHECK_OK(gm_engine_clip(w->engine, ids, n_ids, args.max_norm, &seen, 0, &has_waited));
     CHECK(memcmp(&seen, &norm, sizeof norm) == 0);
@@ -670,7 +729,7 @@ static void check_dead(world *w)
 static bool train_step(world *w, uint64_t shape, bool is_busy)
 {
     gm_update updates[MOST_PARAMS];
-    bool wants_arm = chance(w, 2), is_armed = false;
+    bool wants_arm = !w->clips && chance(w, 2), is_armed = false;
     uint32_t n_micro = chance(w, 3) ? 2 : 1, n = 0;
     for (uint32_t micro = 0; micro < n_micro; micro++) {
         bool is_last = micro + 1 == n_micro;
@@ -682,14 +741,19 @@ static bool train_step(world *w, uint64_t shape, bool is_busy)
                 w->params[id].is_coming &= is_armed;
             }
         }
+        if (is_last && w->clips) {
+            announce(w);
+        }
         if (backward(w, shape, is_busy && !is_armed) != GM_OK) {
             return false;
         }
     }
     n = is_armed ? n : list_updates(w, false, updates);
-    bool is_late = !wants_arm && chance(w, 3);
+    bool is_late = !wants_arm && (chance(w, 3) || (w->clips && chance(w, 2)));
     if (is_late) {
         clip(w, updates, n);
+    } else if (w->clips) {
+        check_norm(w);
     }
     for (uint32_t id = 0; id < w->n_params; id++) {
         memcpy(w->params[id].stepped, w->params[id].grad, grad_bytes(&w->params[id]));
@@ -699,6 +763,9 @@ static bool train_step(world *w, uint64_t shape, bool is_busy)
         is_late ? gm_engine_step_clipped : gm_engine_step;
     gm_status status = step(w->engine, updates, n, 0);
     if (status == GM_ERR_NOMEM) { /* nothing has changed */
+        if (!strstr(gm_last_error(), "for the update of")) {
+            fprintf(stderr, "ERR %s\n", gm_last_error());
+        }
         CHECK(strstr(gm_last_error(), "for the update of"));
         make_room(w);
         status = step(w->engine, updates, n, 0);
@@ -807,6 +874,10 @@ static void engine_new(world *w, gm_workers *workers)
                       .h2d_beside = 31e9,
                       .d2h_beside = 49e9,
                       .device_adam = 151e9};
+    double slower = pow(0.1, 2 + (double)draw(w, 4));
+    for (size_t i = 0; w->clips && i < sizeof rates / sizeof(double); i++) {
+        ((double *)&rates)[i] *= slower;
+    }
     gm_engine_options options = {
         .device = device_new(w, workers),
         .workers = workers,
@@ -819,25 +890,31 @@ static void engine_new(world *w, gm_workers *workers)
         .device_budget = SIZE_MAX,
         .host_budget = SIZE_MAX,
         .host_limit = SIZE_MAX,
-        .policy = (gm_policy)draw(w, 3),
+        .policy = w->clips ? GM_POLICY_AUTO : (gm_policy)draw(w, 3),
         .is_grad_f32 = is_grad_f32,
-        .rates = chance(w, 6) ? (gm_rates){0} : rates,
+        .rates = !w->clips && chance(w, 6) ? (gm_rates){0} : rates,
         .state_share = (double)draw(w, 5) / 4,
         .outside_bytes = outside_bytes,
         .outside_context = w,
-        .opaque = {run, w, w->defers},
+        .opaque = {run, w,
+                   w->clips    ? GM_OPAQUE_SPECULATED
+                   : w->defers ? GM_OPAQUE_DEFERRED
+                               : GM_OPAQUE_AT_STEP},
         .state_bytes = state_bytes,
     };
     CHECK_OK(gm_engine_new(&options, &w->engine));
     w->device = options.device;
-    if (options.policy == GM_POLICY_CUDA || chance(w, 6)) {
+    if (options.policy == GM_POLICY_CUDA || (!w->clips && chance(w, 6))) {
         return;
     }
     gm_engine_stats stats; /* again, with a budget */
     gm_engine_get_stats(w->engine, &stats);
     size_t least = floor_bytes(w, w->engine), all = stats.state_bytes;
     options.device_budget = least + (chance(w, 2) ? 0 : draw(w, 4) * (all - least) / 4);
-    if (options.policy == GM_POLICY_AUTO && chance(w, 4)) { /* and a host that has too little */
+    if (w->clips) { /* room for a plan, and not for all */
+        options.device_budget = least + (5 + draw(w, 3)) * (all - least) / 8;
+    } else if (options.policy == GM_POLICY_AUTO &&
+               chance(w, 4)) { /* and a host that has too little */
         options.host_limit = options.host_budget = draw(w, all + 1);
         options.device_budget = all + least;
         options.state_share = 1;
@@ -886,22 +963,26 @@ static void play(bool is_chaos, gm_workers *workers)
     device_name = is_chaos ? "chaos" : "host";
     w->n_params = 1 + (uint32_t)draw(w, MOST_PARAMS);
     w->n_units = 1 + (uint32_t)draw(w, MOST_UNITS);
-    w->asks_room = chance(w, 3);
     w->fails_in = chance(w, 5) ? 2 + (uint32_t)draw(w, 60) : 0;
-    w->defers = w->fails_in == 0 && chance(w, 2);
+    w->number = 1;
+    w->clips = chance(w, 2);
+    w->asks_room = chance(w, w->clips ? 8 : 3);
+    w->defers = w->clips || (w->fails_in == 0 && chance(w, 2));
     engine_new(w, workers);
     fill(w);
     uint64_t shapes[2] = {next_random(&w->random), UINT64_MAX};
     bool is_alive = true;
-    for (int number = 0; number < N_STEPS && is_alive; number++) {
-        uint64_t shape = shapes[chance(w, 4)];
-        bool is_busy = number > 2 && chance(w, 2); /* quiet steps are planned and followed */
+    for (int number = 0; number < (w->clips ? 3 : 1) * N_STEPS && is_alive; number++) {
+        uint64_t shape = shapes[w->clips || chance(w, 4)];
+        bool is_busy =
+            number > 2 && chance(w, w->clips ? 4 : 2); /* quiet steps are planned and followed */
         if (is_busy && chance(w, 3)) {
             forward(w, shape, 0, true); /* an evaluation */
         }
         is_alive = train_step(w, shape, is_busy);
     }
-    if (is_alive && w->defers && chance(w, 2)) { /* what is left fails, if there is anything */
+    if (is_alive && w->defers && !w->clips &&
+        chance(w, 2)) { /* what is left fails, if there is anything */
         w->fails_in = 2;
         is_alive = gm_engine_issue(w->engine) == GM_OK;
         w->fails_in = 0;
@@ -913,6 +994,7 @@ static void play(bool is_chaos, gm_workers *workers)
     met.breaks += stats.plan_breaks;
     met.deviations += stats.deviations;
     met.evictions += stats.evictions;
+    met.redone += stats.redone_updates;
     for (uint32_t id = 0; id < w->n_params && is_alive; id++) {
         check_fields(w, id);
     }
@@ -949,14 +1031,16 @@ int main(void)
     printf("opaque: updates %llu, of them late %llu, that wrote gradients %llu; plans %llu, left "
            "%llu, passes that deviated %llu, evictions %llu, armed %llu, ends by an error %llu, "
            "room given %llu and taken %llu, on other threads %llu, refusals %llu, chunks that stay "
-           "%llu, parameters without states %llu, updated behind their step's call %llu\n",
+           "%llu, parameters without states %llu, updated behind their step's call %llu, ahead of "
+           "it %llu, of these undone %llu, taken %llu, redone %llu\n",
            met.calls, met.late, met.written, met.plans, met.breaks, met.deviations, met.evictions,
            met.immediate, met.errors, met.reserved, met.shed, met.others, met.no_room, met.staying,
-           met.stateless, met.behind);
+           met.stateless, met.behind, met.ahead, met.undone, met.taken, met.redone);
     if (!one) {
         CHECK(met.calls && met.late && met.written && met.plans && met.breaks && met.deviations);
         CHECK(met.evictions && met.immediate && met.errors && met.reserved && met.shed);
         CHECK(met.others && met.no_room && met.staying && met.stateless && met.behind);
+        CHECK(met.ahead && met.undone && met.taken && met.redone);
     }
     return 0;
 }

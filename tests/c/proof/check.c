@@ -286,6 +286,24 @@ static gm_status grad_out(gm_model *m, uint32_t c)
     return GM_OK;
 }
 
+/* Invariant 9. */
+static gm_status check_opaque(gm_model *m, uint32_t c)
+{
+    const gm_place *states = place_of(m, c, GM_STATE);
+    VIOLATION_IF(m, is_host_class(m, c), "chunk %u of class %d is updated by an opaque update", c,
+                 (int)gm_plan_class(m->plan, c));
+    VIOLATION_IF(m,
+                 gm_plan_blocks(m->input, c, GM_STATE, states->is_resident) !=
+                     m->input->chunks[c].blocks[GM_STATE],
+                 "the states of chunk %u have a place for a part of them", c);
+    for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
+        VIOLATION_IF(m, !is_on_device(m, c, piece),
+                     "chunk %u is updated, and its %s are not on the device", c,
+                     piece_names[piece]);
+    }
+    return GM_OK;
+}
+
 static gm_status update(gm_model *m, uint32_t c)
 {
     gm_model_chunk *chunk = &m->chunks[c];
@@ -309,20 +327,7 @@ static gm_status update(gm_model *m, uint32_t c)
             GM_TRY(show(m, c, GM_STATE));
         }
     }
-    if (m->input->is_opaque) { /* invariant 9 */
-        const gm_place *states = place_of(m, c, GM_STATE);
-        VIOLATION_IF(m, is_host_class(m, c), "chunk %u of class %d is updated by an opaque update",
-                     c, (int)cls);
-        VIOLATION_IF(m,
-                     gm_plan_blocks(m->input, c, GM_STATE, states->is_resident) !=
-                         m->input->chunks[c].blocks[GM_STATE],
-                     "the states of chunk %u have a place for a part of them", c);
-        for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
-            VIOLATION_IF(m, !is_on_device(m, c, piece),
-                         "chunk %u is updated, and its %s are not on the device", c,
-                         piece_names[piece]);
-        }
-    }
+    GM_TRY(m->input->is_opaque ? check_opaque(m, c) : GM_OK);
     VIOLATION_IF(m, is_host_class(m, c) ? !chunk->has_home_grad : !is_on_device(m, c, GM_GRAD),
                  "the gradient of chunk %u is lost before its update", c);
     chunk->is_spent = !chunk->was_pending;
@@ -348,7 +353,17 @@ static gm_status speculate(gm_model *m, uint32_t c)
     }
     VIOLATION_IF(m, has_states && (chunk->is_growing || !is_on_device(m, c, GM_GRAD)),
                  "chunk %u is speculated, but its gradient is not on the device", c);
-    GM_TRY(has_states ? show(m, c, GM_STATE) : grad_out(m, c));
+    if (m->input->is_opaque) { /* in place, and from there to the spares */
+        VIOLATION_IF(m, chunk->until > m->tick && !is_gathered(m, c),
+                     "chunk %u is speculated in its weights while they are in use", c);
+        GM_TRY(fetch(m, c));
+        GM_TRY(m->input->chunks[c].blocks[GM_STATE] > 0 ? show(m, c, GM_STATE) : GM_OK);
+        GM_TRY(check_opaque(m, c));
+        give_back(m, c, GM_WEIGHT);
+        give_back(m, c, GM_STATE);
+    } else {
+        GM_TRY(has_states ? show(m, c, GM_STATE) : grad_out(m, c));
+    }
     chunk->has_result = true;
     return GM_OK;
 }

@@ -1,0 +1,417 @@
+"""Steps that clip, of optimizers that step by themselves: parts are made inside the backward, before the norm is known.
+
+The bits are those of the loop without an engine, whatever comes between backward and step. `counts` says how many
+updates were made ahead, taken and made again, so no test passes because there were none.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemini_strategy as gs
+from gemini_strategy import GeminiError
+from gemini_strategy.optim.adam import clip_coefficient
+from helpers import chaos
+from helpers.scenario import MACHINES
+
+pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
+
+QUIET, FIRES = 1e3, 0.05
+Make = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def _chaos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_RATES", MACHINES["host"])
+
+
+class Counts(NamedTuple):
+    made: int
+    taken: int
+    redone: int
+
+
+def counts(run: Run) -> Counts:
+    stats = run.engine.stats()
+    return Counts(*(int(stats[f"{what}_updates"]) for what in ("speculated", "taken", "redone")))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.LayerNorm(48)) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(48, 4))
+
+
+class Run:
+    """The loop, with an engine or without one."""
+
+    def __init__(self, make: Make, managed: bool, share: float = 0.45, **how: Any) -> None:
+        self.model = build()
+        named = list(self.model.named_parameters())
+        self.optimizer = make(
+            [
+                {"params": [p for _, p in named if p.dim() > 1]},
+                {"params": [p for _, p in named if p.dim() <= 1], "lr": 0.004},
+            ]
+        )
+        self.engine: Any = None
+        self.n = 0
+        if managed:
+            how = {"chunk_size": 4096, **how}
+            trial = gs.manage(self.model, self.optimizer, device="cpu", **how)
+            whole = int(trial.stats()["state_bytes"])
+            trial.close()
+            self.engine = gs.manage(
+                self.model, self.optimizer, device="cpu", device_budget=int(share * whole), **how
+            )
+
+    def backward(self) -> None:
+        source = torch.Generator().manual_seed(self.n)
+        self.n += 1
+        x, y = torch.randn(8, 48, generator=source), torch.randn(8, 4, generator=source)
+        loss = (self.model(x) - y).square().mean()
+        loss.backward() if self.engine is None else self.engine.backward(loss)
+
+    def clip(self, limit: float) -> None:
+        if self.engine is not None:
+            self.engine.clip_grad_norm_(limit)
+            return
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        squares = (v * v for grad in grads for v in grad.double().flatten().tolist())
+        factor = clip_coefficient(math.sqrt(math.fsum(squares)), limit)
+        for grad in grads if factor < 1.0 else ():
+            grad.mul_(factor)
+
+    def steps(self, *limits: float) -> None:
+        for limit in limits:
+            self.backward()
+            self.clip(limit)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def outcome(self) -> dict[str, Any]:
+        state = self.optimizer.state
+        return {
+            "weights": {n: p.detach().clone() for n, p in self.model.named_parameters()},
+            "states": [copy.deepcopy(dict(state[p])) for p in self.model.parameters()],
+            "groups": [
+                {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+            ],
+        }
+
+
+def assert_same(got: Any, want: Any, what: str = "") -> None:
+    if isinstance(want, Tensor):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), what
+        flat = [t.contiguous().reshape(-1, 1).view(torch.uint8) for t in (got, want)]
+        assert torch.equal(*flat), what
+    elif isinstance(want, dict):
+        assert got.keys() == want.keys(), what
+        for key in want:
+            assert_same(got[key], want[key], f"{what}.{key}")
+    elif isinstance(want, list):
+        assert len(got) == len(want), what
+        for i, pair in enumerate(zip(got, want, strict=True)):
+            assert_same(*pair, f"{what}.{i}")
+    else:
+        assert got == want, what
+
+
+def both(make: Make, act: Callable[[Run], None], **how: Any) -> Counts:
+    """Three quiet steps, then `act`, of both; the counts of the managed one behind these steps."""
+    plain, managed = Run(make, False), Run(make, True, **how)
+    try:
+        for run in (plain, managed):
+            run.steps(QUIET, QUIET, QUIET)
+        before = counts(managed)
+        assert managed.engine._runtime.core.plan_info()["n_speculated"] > 0
+        for run in (plain, managed):
+            act(run)
+        after = counts(managed)
+        assert_same(managed.outcome(), plain.outcome())
+        managed.engine._runtime.core.check()
+        return Counts(*(b - a for a, b in zip(before, after, strict=True)))
+    finally:
+        managed.engine.close()
+
+
+class Counting(torch.optim.Optimizer):
+    """Momentum, a count in Python, one in a tensor, a list, and what it has seen of its group."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(n=0, t=torch.tensor(0.0), m=torch.zeros_like(p), lrs=[])
+                state["n"] += 1
+                state["t"] += 1
+                state["lrs"].append(group["lr"])
+                state["m"].mul_(0.9).add_(p.grad)
+                p.sub_(state["m"] * (self.scale * group["lr"] / state["t"]))
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def nadam(params: Any) -> Any:
+    return torch.optim.NAdam(params, lr=0.01)
+
+
+def adamw8bit(params: Any) -> Any:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, lr=0.01, block_size=64)
+
+
+MAKES: list[Make] = [Counting, nadam, sgd, adamw8bit, torch.optim.Adagrad]
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_clips_that_fire_and_do_not(make: Make, precision: str) -> None:
+    limits = [QUIET] * 4 + [FIRES, QUIET, QUIET, QUIET, FIRES, FIRES] + [QUIET] * 6
+    managed = Run(make, True, precision=precision)
+    want = Run(make, True, share=5.0, precision=precision)  # all resident
+    try:
+        for run in (want, managed):
+            run.steps(*limits)
+        seen = counts(managed)
+        assert seen.taken > 0
+        assert seen.redone > 0
+        assert counts(want).made == 0
+        assert_same(managed.outcome(), want.outcome())
+    finally:
+        managed.engine.close()
+        want.engine.close()
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_bits_of_the_loop_without_an_engine(make: Make) -> None:
+    seen = both(make, lambda run: run.steps(QUIET, QUIET, FIRES, QUIET, QUIET))
+    assert seen.taken > 0 and seen.redone > 0
+
+
+def _between(act: Callable[[Run], Any]) -> Callable[[Run], None]:
+    """A step with something between its backward and it, and one more."""
+
+    def steps(run: Run) -> None:
+        run.backward()
+        act(run)
+        run.clip(QUIET)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.steps(QUIET)
+
+    return steps
+
+
+def _other_lr(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def _other_attribute(run: Run) -> None:
+    run.optimizer.scale = 0.25
+
+
+def _counter(run: Run) -> None:
+    for p in run.model.parameters():
+        run.optimizer.state[p]["t"].add_(3)
+    gc.collect()
+
+
+def _state(run: Run) -> None:
+    for p in run.model.parameters():
+        run.optimizer.state[p]["m"].mul_(0.5)
+
+
+def _python_state(run: Run) -> None:
+    for p in list(run.model.parameters())[::2]:
+        run.optimizer.state[p]["n"] += 10
+
+
+def _weights(run: Run) -> None:
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.mul_(1.001)
+
+
+def _grads(run: Run) -> None:
+    for p in run.model.parameters():
+        p.grad.mul_(0.5)
+
+
+def _no_grad(run: Run) -> None:
+    next(iter(run.model.parameters())).grad = None
+
+
+def _loaded(run: Run) -> None:
+    state = copy.deepcopy(run.optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["m"] = entry["m"] * 2
+    run.optimizer.load_state_dict(state)
+
+
+def _second(run: Run) -> None:
+    run.backward()
+
+
+def _evaluated(run: Run) -> None:
+    with torch.no_grad():
+        run.model(torch.ones(2, 48))
+
+
+CHANGES = [
+    _other_lr,
+    _other_attribute,
+    _counter,
+    _state,
+    _python_state,
+    _weights,
+    _grads,
+    _loaded,
+    _second,
+]
+
+
+@pytest.mark.parametrize("act", CHANGES, ids=lambda act: act.__name__)
+def test_what_changes_between_backward_and_step_counts(act: Callable[[Run], Any]) -> None:
+    seen = both(Counting, _between(act))
+    assert seen.made > 0
+    assert seen.redone > 0
+
+
+@pytest.mark.parametrize("act", [_evaluated, _no_grad], ids=lambda act: act.__name__)
+def test_what_changes_little_is_taken(act: Callable[[Run], Any]) -> None:
+    assert both(Counting, _between(act)).taken > 0
+
+
+def test_a_look_at_states_shows_the_last_step() -> None:
+    seen: dict[bool, list[Any]] = {False: [], True: []}
+
+    def look(run: Run) -> None:
+        states = [run.optimizer.state[p] for p in run.model.parameters()]
+        seen[run.engine is not None].append(copy.deepcopy([dict(state) for state in states]))
+
+    both(Counting, _between(look))
+    assert_same(seen[True], seen[False])
+
+
+def test_a_look_that_is_over_costs_no_later_step_anything() -> None:
+    def act(run: Run) -> None:
+        for p in run.model.parameters():
+            _ = float(run.optimizer.state[p]["t"])
+        gc.collect()
+        run.steps(QUIET, QUIET, QUIET)
+
+    assert both(Counting, act).taken > 0
+
+
+def test_states_that_a_program_holds_follow_each_step() -> None:
+    """Then nothing is made ahead: a counter is the very tensor that the program has."""
+    kept: dict[bool, Any] = {}
+
+    def act(run: Run) -> None:
+        p = next(iter(run.model.parameters()))
+        held = run.optimizer.state[p]["t"]
+        shown = [float(held)]
+        for _ in range(3):
+            run.steps(QUIET)
+            shown.append(float(held))
+        kept[run.engine is not None] = shown
+
+    seen = both(Counting, act)
+    assert kept[True] == kept[False] == [3.0, 4.0, 5.0, 6.0]
+    assert seen.made == 0
+
+
+class Marking(Counting):
+    """Writes to parameters and gradients in the steps of `when`; a rehearsal sees none of them."""
+
+    when: Sequence[int] = ()
+    what = ""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or self.state[p]["n"] not in self.when:
+                    continue
+                if self.what == "attribute":
+                    p.mark = self.state[p]["n"]
+                elif self.what == "grad":
+                    p.grad.mul_(0.5)
+                elif self.what == "none":
+                    p.grad = None
+
+
+@pytest.mark.parametrize("what", ["attribute", "grad", "none"])
+def test_what_only_a_step_may_write_is_made_at_the_step(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Marking, "what", what)
+    monkeypatch.setattr(Marking, "when", (12, 13))
+    plain, managed = Run(Marking, False), Run(Marking, True)
+    try:
+        for step in range(15):
+            shown = []
+            for run in (plain, managed):
+                run.backward()
+                run.clip(QUIET)
+                marks = [getattr(p, "mark", 0) for p in run.model.parameters()]
+                run.optimizer.step()
+                shown.append(marks)
+                run.optimizer.zero_grad()
+            assert shown[0] == shown[1]
+        assert counts(managed).taken > 0
+        assert_same(managed.outcome(), plain.outcome())
+    finally:
+        managed.engine.close()
+
+
+def test_an_error_in_a_part_closes_the_engine_with_the_cause() -> None:
+    managed = Run(Counting, True)
+    try:
+        managed.steps(QUIET, QUIET, QUIET)
+        made = counts(managed).made
+
+        class Fails(list):  # type: ignore[type-arg]
+            def append(self, item: Any) -> None:
+                raise ValueError("no more of these")
+
+        before = {n: p.detach().clone() for n, p in managed.model.named_parameters()}
+        entries = managed.engine._runtime.opaque._entries
+        for entry in entries.values():
+            entry["lrs"] = Fails(entry["lrs"])
+        with pytest.raises(GeminiError, match="no more of these"):
+            managed.steps(QUIET)
+        assert counts(managed).made >= made
+    finally:
+        managed.engine.close()
+    assert_same({n: p.detach() for n, p in managed.model.named_parameters()}, before)
+
+
+def test_late_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that comes as late as its fences allow."""
+    chaos.late(monkeypatch, 9)
+    seen = both(sgd, lambda run: run.steps(QUIET, QUIET, FIRES, QUIET, QUIET))
+    assert seen.taken > 0
+    assert chaos.faults() == (0, "")
