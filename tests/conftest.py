@@ -7,6 +7,7 @@ second to measure and none reads or writes the cache of a user.  A test of the m
 import gc
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -79,6 +80,13 @@ def pytest_collection_finish() -> None:
 def _same_random_numbers() -> None:
     random.seed(1234)
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_other_parameters() -> None:
+    """bitsandbytes keeps those of single parameters by their id(), which a later parameter may have."""
+    if "bitsandbytes.optim" in sys.modules:
+        sys.modules["bitsandbytes.optim"].GlobalOptimManager._instance = None
 
 
 def _settings_of_torch() -> dict[str, object]:

@@ -18,15 +18,23 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from gemini_strategy.parameters import absent
 
 _NOTHING = object()
 # A signal's handler may come in a thread that has it.
 _lock = threading.RLock()
-_opening: list[int] = []  # threads in manage()
+_opening: WeakSet[_Opening] = WeakSet()
 _patches: dict[tuple[int, str], _Patch] = {}  # in the order in which they are put on
 _n_asked = 0  # calls of look_again since the last look
+
+
+class _Opening:
+    """A manage() that runs. It goes with its frame, wherever an error comes."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class _Worn(NamedTuple):
@@ -113,18 +121,18 @@ def put_on() -> None:
 @contextlib.contextmanager
 def opening() -> Iterator[None]:
     """Inside, an engine is made: every patch is on."""
-    thread = threading.get_ident()
+    own = _Opening()
+    _opening.add(own)
     try:
-        _opening.append(thread)
         put_on()
         yield
     finally:
-        _opening.remove(thread)
+        _opening.discard(own)
         take_off()
 
 
 def _is_needed() -> bool:
-    return bool(_opening) or absent.is_in_use()
+    return len(_opening) > 0 or absent.is_in_use()
 
 
 def take_off() -> None:
@@ -147,8 +155,9 @@ def look_again() -> None:
 def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()
-    thread = threading.get_ident()
-    _opening[:] = [each for each in _opening if each == thread]
+    for each in list(_opening):
+        if each.thread != threading.get_ident():
+            _opening.discard(each)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -306,6 +306,25 @@ def test_a_child_forgets_the_operations_and_engines_of_other_threads() -> None:
     assert not left()
 
 
+def test_an_error_in_the_last_line_of_manage_leaves_no_patch() -> None:
+    def stop(frame: Any, event: str, _: Any) -> None:
+        names = [each.f_code.co_name for each in (frame, frame.f_back) if each is not None]
+        if event == "call" and names == ["discard", "opening"]:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                sys.setprofile(stop)
+                managed()
+            finally:
+                sys.setprofile(None)
+        gc.collect()
+        managed()[2].close()
+        assert not left()
+
+
 # A class that is made of another tensor, and torch before 2.13 as this package knows it.
 OLD = """
 import torch
