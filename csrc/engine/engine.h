@@ -36,8 +36,8 @@ typedef struct gm_engine_param {
 
 /* One opaque update (opaque.c): of these parameters of a chunk, whose weights, states and gradients
  * are at their addresses on the device until it returns. */
-/* STEP makes an update.  AHEAD makes one that the coming step may be, in the same place, and what the
- * function itself keeps of it changes only with TAKE, which says that the step was that one. */
+/* STEP makes an update.  AHEAD makes one that the coming step may be, in the same place, and what
+ * the function itself keeps of it changes only with TAKE, which says that the step was that one. */
 typedef enum gm_opaque_how { GM_OPAQUE_STEP, GM_OPAQUE_AHEAD, GM_OPAQUE_TAKE } gm_opaque_how;
 
 /* When it may run: in the call of its step; behind that, too, until gm_engine_issue; and AHEAD. */
@@ -58,9 +58,9 @@ typedef struct gm_opaque_call {
 
 /* Of an optimizer whose states are bytes to the engine.  run: GM_OK, or an error that closes the
  * engine; *wrote_grads: it has changed the gradients, or AHEAD something that only a step may: the
- * engine undoes what it has done to bytes, and the step asks for it again.  It runs without the engine's lock.  Calls of
- * its thread are refused, those of others wait for its end; what asks for room (reserve, shed) and
- * what only shows the engine is served. */
+ * engine undoes what it has done to bytes, and the step asks for it again.  It runs without the
+ * engine's lock.  Calls of its thread are refused, those of others wait for its end; what asks for
+ * room (reserve, shed) and what only shows the engine is served. */
 typedef struct gm_opaque {
     gm_status (*run)(void *context, const gm_opaque_call *call, bool *wrote_grads);
     void *context;

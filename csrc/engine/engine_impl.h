@@ -336,9 +336,14 @@ typedef struct gm_arrivals {
     bool is_home_zero;            /* the sum of gradients at home is 0 there */
 } gm_arrivals;
 
+enum { GM_OPAQUE_TIMED = 64 };
+
 typedef struct gm_opaques {
     gm_opaque caller; /* run NULL: updates are Adam's */
-    bool is_running;  /* on `thread`, which has let the lock go */
+    gm_event began, done;
+    double rates[GM_OPAQUE_TIMED]; /* elements/s of the first updates, one chunk's each */
+    uint32_t n_timed;
+    bool is_running; /* on `thread`, which has let the lock go */
     pthread_t thread;
     pthread_cond_t ended;
     atomic_ullong n_written; /* chunks whose gradients it has changed, so far */
@@ -739,6 +744,7 @@ void gm_speculation_forget(gm_engine *engine);
 
 /* opaque.c */
 void gm_opaque_init(gm_engine *engine, const gm_engine_options *options);
+double gm_opaque_rate(const gm_engine *engine); /* elements/s; 0: no update has run */
 void gm_opaque_free(gm_engine *engine);
 gm_status gm_opaque_lay_out(gm_engine *engine,
                             const gm_engine_options *options); /* chunks know their parameters */
@@ -757,7 +763,8 @@ gm_status gm_opaque_check_room(gm_engine *engine, const gm_update *updates, uint
 /* All of the chunk is on the device, until gm_opaque_update has ended.  An error: nothing is. */
 gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk);
 gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *task);
-/* Without leaving the plan; *out: the spares get what the update makes.  Else nothing has changed. */
+/* Without leaving the plan; *out: the spares get what the update makes.  Else nothing has
+ * changed. */
 gm_status gm_opaque_speculate(gm_engine *engine, uint32_t chunk, const gm_task *task, bool *out);
 gm_status gm_opaque_take(gm_engine *engine, uint32_t chunk, const gm_task *task);
 
@@ -842,7 +849,9 @@ typedef struct gm_inputs {
 void gm_inputs_init(gm_engine *engine, const gm_engine_options *options);
 void gm_inputs_note_run(gm_engine *engine, uint32_t trace); /* a pass has ended */
 void gm_inputs_forget_runs(gm_engine *engine);
-/* Steps have shown this rate of Adam on the host (0: none): plans are made from it from here on. */
+/* Of Adam on the host, or of opaque updates, as steps have shown it; 0: not yet. */
+double gm_inputs_seen_rate(const gm_engine *engine);
+/* Plans are made from that rate from here on. */
 void gm_inputs_correct_rate(gm_engine *engine, double seen);
 enum { GM_MOST_TRIES = 4 }; /* of plans that do not fit what the device has by now */
 gm_status gm_inputs_fill(gm_engine *engine, gm_inputs *in);

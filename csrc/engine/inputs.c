@@ -36,13 +36,21 @@ void gm_inputs_forget_runs(gm_engine *engine)
     engine->inputs.runs.n = 0;
 }
 
-/* Start-up measures that rate with nothing but copies beside it, in memory that is warm.  In a step
- * Adam on the host is hardly faster when nothing is copied: it shares its cores and caches with the
- * threads that feed the device all the time.  So what steps have shown stands for both. */
+double gm_inputs_seen_rate(const gm_engine *engine)
+{
+    return gm_is_opaque(engine) ? gm_opaque_rate(engine) : gm_room_host_rate(engine);
+}
+
+/* Start-up measures the host's rate with nothing but copies beside it, in memory that is warm.  In
+ * a step Adam on the host is hardly faster when nothing is copied: it shares its cores and caches
+ * with the threads that feed the device all the time.  So what steps have shown stands for both.
+ * An opaque update is not known before the first step. */
 void gm_inputs_correct_rate(gm_engine *engine, double seen)
 {
     gm_rates *rates = &engine->inputs.rates;
-    if (engine->inputs.is_tuned && seen > 0) {
+    if (engine->inputs.is_tuned && seen > 0 && gm_is_opaque(engine)) {
+        rates->device_adam = seen;
+    } else if (engine->inputs.is_tuned && seen > 0) {
         rates->host_adam = rates->host_adam_beside = seen;
     }
 }

@@ -47,6 +47,7 @@ static void engine_free(gm_engine *engine)
     gm_pass_free(engine);
     gm_update_free(engine);
     gm_clip_free(engine);
+    gm_opaque_free(engine);
     gm_sums_free(engine);
     gm_ranks_free(engine);
     gm_weights_free(engine);
@@ -65,7 +66,6 @@ static void engine_free(gm_engine *engine)
     free(engine->unit_begin);
     gm_names_unref(engine->names);
     gm_unit_free(engine);
-    gm_opaque_free(engine);
     free(engine->chunk_states);
     free(engine->chunk_params);
     pthread_mutex_destroy(&engine->lock);

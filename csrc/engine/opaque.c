@@ -16,15 +16,17 @@
  *      issued when the step returns is issued at last by gm_engine_issue, which the caller calls
  *      before the numbers that the function reads become others.
  *   5. It may write the gradient: who reads that issues it before.
- *   6. What is speculated (speculation.c) runs where all is at home as well, with its own addresses.
- *      Then what it has written goes to the spares, and is off the device before the lock is let go:
- *      nothing ever reads it there.
+ *   6. What is speculated (speculation.c) runs at the same addresses, where all is at home as well.
+ *      What it has written there goes to the spares, and is off the device before the call ends:
+ *      nothing else reads it there.
  *
- * The host may wait in: gm_room_pin, for room; gm_opaque_wait; on devices whose streams the
+ * The host may wait in: gm_room_pin, for room; gm_opaque_wait; call, for the first updates, which
+ * are timed while there is no plan; on devices whose streams the
  * function knows nothing of (the host), for the chunk's copies. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum { N_PIECES = GM_N_OWN_PIECES };
 
@@ -37,6 +39,8 @@ void gm_opaque_init(gm_engine *engine, const gm_engine_options *options)
 
 void gm_opaque_free(gm_engine *engine)
 {
+    gm_free_event(engine->device, &engine->opaque.began);
+    gm_free_event(engine->device, &engine->opaque.done);
     pthread_cond_destroy(&engine->opaque.ended);
 }
 
@@ -63,6 +67,10 @@ static void lay_out(gm_engine *engine, uint32_t chunk, uint32_t rank, const uint
 gm_status gm_opaque_lay_out(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n = gm_is_opaque(engine) ? gm_layout_n_chunks(engine->layout) : 0;
+    if (n > 0) {
+        GM_TRY(engine->device->ops->event_new(engine->device, true, &engine->opaque.began));
+        GM_TRY(engine->device->ops->event_new(engine->device, true, &engine->opaque.done));
+    }
     GM_FAIL_IF(n && !options->state_bytes, GM_ERR_ARG, "no state_bytes of opaque updates");
     for (uint32_t chunk = 0; chunk < n; chunk++) {
         for (uint32_t rank = 0; rank < engine->ranks.n_shards; rank++) {
@@ -234,6 +242,43 @@ static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, gm
     return status;
 }
 
+static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *task,
+                            gm_opaque_how how, bool *wrote_grads)
+{
+    const gm_device_ops *ops = engine->device->ops;
+    gm_opaques *o = &engine->opaque;
+    double seconds = 0, n = 0;
+    if (engine->room.plan || how != GM_OPAQUE_STEP || o->n_timed == GM_OPAQUE_TIMED) {
+        return call(engine, chunk, task, how, wrote_grads);
+    }
+    GM_TRY(ops->event_record(engine->device, o->began, engine->update.stream));
+    GM_TRY(call(engine, chunk, task, how, wrote_grads));
+    GM_TRY(ops->event_record(engine->device, o->done, engine->update.stream));
+    GM_TRY(ops->event_sync(engine->device, o->done));
+    GM_TRY(ops->event_elapsed(engine->device, o->began, o->done, &seconds));
+    for (size_t i = 0; i < task->n_ranges; i++) {
+        n += (double)(task->ranges[i].end - task->ranges[i].begin);
+    }
+    o->rates[o->n_timed++] = n / (seconds > 1e-9 ? seconds : 1e-9);
+    return GM_OK;
+}
+
+static int compare_rates(const void *a, const void *b)
+{
+    double left = *(const double *)a, right = *(const double *)b;
+    return (left > right) - (left < right);
+}
+
+/* The median: the first update of all may compile kernels. */
+double gm_opaque_rate(const gm_engine *engine)
+{
+    double rates[GM_OPAQUE_TIMED];
+    uint32_t n = engine->opaque.n_timed;
+    memcpy(rates, engine->opaque.rates, n * sizeof *rates);
+    qsort(rates, n, sizeof *rates, compare_rates);
+    return n > 0 ? rates[n / 2] : 0;
+}
+
 /* The norm of these gradients is another one now, for all who know it. */
 static void outdate_sums(gm_engine *engine, uint32_t chunk)
 {
@@ -255,7 +300,7 @@ static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task, gm_
         {GM_WEIGHT, GM_WRITE, stream}, {GM_STATE, GM_WRITE, stream}, {GM_GRAD, GM_WRITE, stream}};
     *wrote_grads = false;
     GM_TRY(gm_chunks_begin_all(chunks, chunk, uses, N_PIECES));
-    gm_status status = call(engine, chunk, task, how, wrote_grads);
+    gm_status status = timed_call(engine, chunk, task, how, wrote_grads);
     uses[GM_GRAD].work = *wrote_grads && how == GM_OPAQUE_STEP ? GM_WRITE : GM_READ;
     gm_status ended = gm_chunks_end_all(chunks, chunk, uses, N_PIECES);
     return status == GM_OK ? ended : status;
@@ -338,5 +383,6 @@ gm_status gm_opaque_speculate(gm_engine *engine, uint32_t chunk, const gm_task *
 gm_status gm_opaque_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
     bool wrote_grads;
+    GM_ASSERT(task->factor == GM_FACTOR_KNOWN);
     return call(engine, chunk, task, GM_OPAQUE_TAKE, &wrote_grads);
 }

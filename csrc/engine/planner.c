@@ -52,7 +52,7 @@ static gm_status run_alone(gm_engine *engine)
     gm_plan *plan = NULL;
     gm_inputs in = {0};
     gm_room_end_wish(engine);
-    gm_inputs_correct_rate(engine, gm_room_host_rate(engine));
+    gm_inputs_correct_rate(engine, gm_inputs_seen_rate(engine));
     gm_status status = gm_inputs_fill(engine, &in);
     status = status == GM_OK ? gm_plan_new(&in.plan, &plan) : status;
 #ifdef GM_DEBUG

@@ -16,7 +16,7 @@ typedef struct common {
     uint64_t passes, other_passes; /* a hash of what ran, and its complement: equal if all agree */
     uint64_t n_ticks, other_n_ticks;
     uint64_t is_wanted; /* a plan */
-    uint64_t slowness;  /* complement of the bits of Adam's rate on the host, 0: not known */
+    uint64_t slowness;  /* complement of the bits of gm_inputs_seen_rate, 0: not known */
 } common;
 
 static bool is_anything_shown(const gm_engine *engine)
@@ -44,7 +44,7 @@ static double double_of(uint64_t bits)
 
 static void describe(const gm_engine *engine, const gm_inputs *in, common *out)
 {
-    double seen = gm_room_host_rate(engine);
+    double seen = gm_inputs_seen_rate(engine);
     uint64_t hash = UINT64_C(0xcbf29ce484222325), n_ticks = 0;
     for (uint32_t t = 0; t < in->plan.n_traces; t++) {
         hash = gm_fnv1a(gm_fnv1a(hash, in->traces[t]->hash), in->n_runs[t]);

@@ -21,8 +21,8 @@
  *      backward; it would see new weights where the gradient of the old ones is meant.  If it
  *      happens the engine dies with that text.
  *
- * The host may wait in: prepare_task (for a run of two steps ago), prepare_opaque (for the factor of a
- * clip), and where chunk.c says. */
+ * The host may wait in: prepare_task (for a run of two steps ago), prepare_opaque (for the factor
+ * of a clip), and where chunk.c says. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>

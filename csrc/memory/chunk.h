@@ -162,8 +162,8 @@ uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); 
  * here on.  A resident copy is stale then: home_written. */
 gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The bytes of an unpinned piece are those of its home again, which has what there was before work
- * on the device wrote it; what that wrote goes to the spare, or, unless `keeps`, nowhere.  The piece
- * is not resident any more. */
+ * on the device wrote it; what that wrote goes to the spare, or, unless `keeps`, nowhere.  The
+ * piece is not resident any more. */
 gm_status gm_chunks_roll_back(gm_chunks *chunks, uint32_t id, gm_piece piece, bool keeps);
 
 /* ---- the host's own access; it may wait ---- */

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -371,7 +372,7 @@ def test_what_only_a_step_may_write_is_made_at_the_step(
     monkeypatch.setattr(Marking, "when", (12, 13))
     plain, managed = Run(Marking, False), Run(Marking, True)
     try:
-        for step in range(15):
+        for _ in range(15):
             shown = []
             for run in (plain, managed):
                 run.backward()
@@ -415,3 +416,23 @@ def test_late_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = both(sgd, lambda run: run.steps(QUIET, QUIET, FIRES, QUIET, QUIET))
     assert seen.taken > 0
     assert chaos.faults() == (0, "")
+
+
+def test_plans_know_how_fast_the_optimizer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not Adam's rate: that at which the updates of the first step ran, as long as each of them took at least."""
+    monkeypatch.setenv("GEMINI_TUNE", "1")
+    seconds = 0.005
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            time.sleep(seconds)
+            super().step(closure)
+
+    managed = Run(Slow, True)
+    try:
+        managed.steps(QUIET)
+        rates = managed.engine._runtime.core.plan_info()["rates"]
+        assert 0 < rates["device_adam"] < 48 * 48 / seconds
+        assert rates["h2d"] == 1e3  # as given
+    finally:
+        managed.engine.close()
