@@ -137,6 +137,12 @@ void gm_schedule_free(gm_schedule *schedule);
 /* time.c: predicts the step; fills the seconds and bytes of plan->info. */
 gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan);
 
+/* bound.c: fills these from what the two parts of a step ask for and from its prediction. */
+typedef struct gm_load { /* what a part of a step asks of each resource */
+    double compute, in, out, host, comm;
+} gm_load;
+void gm_plan_bound(const gm_problem *problem, const gm_load *loads, double step, gm_plan *plan);
+
 /* choice.c: one plan for a choice; *out is NULL (and GM_OK) when it takes more blocks than there
  * are. */
 gm_status gm_plan_for_choice(const gm_problem *problem, const gm_choice *choice, gm_plan **out);

@@ -41,10 +41,6 @@ typedef struct gm_gone { /* slices of states that have gone home */
     uint64_t end; /* slices so far */
 } gm_gone;
 
-typedef struct gm_load { /* what a part of a step asks of each resource */
-    double compute, in, out, host, comm;
-} gm_load;
-
 typedef struct gm_replay {
     const gm_problem *problem;
     const gm_plan *plan;
@@ -250,10 +246,10 @@ static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds, bool is_
     return node;
 }
 
-static uint32_t update_in_place(gm_replay *r, uint32_t c, double seconds)
+static uint32_t update_in_place(gm_replay *r, uint32_t c, double seconds, bool is_speculation)
 {
     gm_item *s = item(r, c, GM_STATE);
-    gm_sim_wait(&r->sim, r->norm);
+    gm_sim_wait(&r->sim, is_speculation ? item(r, c, GM_WEIGHT)->homed : r->norm);
     for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         gm_sim_wait(&r->sim, item(r, c, (gm_piece)piece)->filled);
     }
@@ -263,7 +259,8 @@ static uint32_t update_in_place(gm_replay *r, uint32_t c, double seconds)
     return node;
 }
 
-static void fetch_states(gm_replay *r, uint32_t c)
+/* Of an opaque update. */
+static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds, bool is_speculation)
 {
     gm_item *s = item(r, c, GM_STATE);
     size_t bytes = chunk_of(r, c)->bytes[GM_STATE];
@@ -271,15 +268,7 @@ static void fetch_states(gm_replay *r, uint32_t c)
         claim(r, c, GM_STATE);
         s->filled = copy(r, GM_LANE_STATE, bytes);
     }
-}
-
-/* Of an opaque update. */
-static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds)
-{
-    gm_item *s = item(r, c, GM_STATE);
-    size_t bytes = chunk_of(r, c)->bytes[GM_STATE];
-    fetch_states(r, c);
-    uint32_t node = update_in_place(r, c, seconds);
+    uint32_t node = update_in_place(r, c, seconds, is_speculation);
     if (bytes > 0) {
         gm_sim_wait(&r->sim, node);
         s->homed = copy(r, GM_LANE_STATE_OUT, bytes);
@@ -296,9 +285,9 @@ static void update_on_device(gm_replay *r, uint32_t c)
     fetch(r, c);
     r->load->compute += r->weight * seconds;
     if (!gm_is_state_streamed(cls)) {
-        node = update_in_place(r, c, seconds);
+        node = update_in_place(r, c, seconds, false);
     } else if (r->problem->input->is_opaque) {
-        node = pass_states(r, c, seconds);
+        node = pass_states(r, c, seconds, false);
     } else {
         node = stream_states(r, c, seconds, false, &s->homed);
     }
@@ -315,17 +304,8 @@ static void speculate_in_place(gm_replay *r, uint32_t c, double seconds)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
     fetch(r, c);
-    fetch_states(r, c);
-    gm_sim_wait(&r->sim, w->homed);
+    w->filled = g->used = pass_states(r, c, seconds, true);
     gm_sim_wait(&r->sim, w->filled);
-    gm_sim_wait(&r->sim, s->filled);
-    gm_sim_wait(&r->sim, g->filled);
-    gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
-    uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
-    w->filled = s->filled = g->used = node;
-    gm_sim_wait(&r->sim, node);
-    s->homed = copy(r, GM_LANE_STATE_OUT, chunk_of(r, c)->bytes[GM_STATE]);
-    gm_sim_wait(&r->sim, node);
     gm_sim_wait(&r->sim, s->homed);
     w->homed = copy(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
     w->is_there = s->is_there = false;
@@ -581,74 +561,6 @@ static void follow_step(gm_replay *r, gm_load *loads, uint32_t *ends, uint32_t *
     }
 }
 
-/* Seconds of copies one way: beside the host's Adam, the other way, both or neither, each at its
- * own rate. */
-static double link_seconds(double bytes, double other, double host, const double rates[4])
-{
-    double both = other < host ? other : host;
-    const double parts[3] = {both, host - both, other - both};
-    double seconds = 0;
-    for (int i = 0; i < 3; i++) {
-        double most = bytes / rates[i], part = parts[i] < most ? parts[i] : most;
-        seconds += part;
-        bytes -= part * rates[i];
-    }
-    return seconds + bytes / rates[3];
-}
-
-/* Seconds of each resource when all work at once, each for as long as it has work. */
-static void busy_seconds(const gm_rates *rates, const gm_load *load, double *in, double *out,
-                         double *host)
-{
-    const double in_rates[4] = {rates->h2d_beside, (rates->h2d + 3 * rates->h2d_beside) / 4,
-                                rates->h2d_both, rates->h2d};
-    const double out_rates[4] = {rates->d2h_beside, (rates->d2h + 3 * rates->d2h_beside) / 4,
-                                 rates->d2h_both, rates->d2h};
-    double both_in = load->in / rates->h2d_both, both_out = load->out / rates->d2h_both;
-    double both = both_in < both_out ? both_in : both_out;
-    double beside = load->host / rates->host_adam_beside;
-    *host = beside <= both
-                ? beside
-                : both + (load->host - both * rates->host_adam_beside) / rates->host_adam;
-    *in = link_seconds(load->in, both_out, *host, in_rates);
-    *out = link_seconds(load->out, both_in, *host, out_rates);
-}
-
-static double most(double a, double b, double c, double d, double e)
-{
-    double left = a > b ? a : b, right = c > d ? c : d, all = left > right ? left : right;
-    return all > e ? all : e;
-}
-
-static void fill_info(const gm_problem *problem, gm_plan *plan, const gm_load *loads, double step)
-{
-    const gm_rates *rates = &problem->input->rates;
-    gm_plan_info *info = &plan->info;
-    gm_load all = {loads[0].compute + loads[1].compute, loads[0].in + loads[1].in,
-                   loads[0].out + loads[1].out, loads[0].host + loads[1].host,
-                   loads[0].comm + loads[1].comm};
-    info->rates = *rates;
-    info->compute_seconds = all.compute;
-    info->comm_seconds = all.comm;
-    info->h2d_bytes = (size_t)all.in;
-    info->d2h_bytes = (size_t)all.out;
-    busy_seconds(rates, &all, &info->h2d_seconds, &info->d2h_seconds, &info->host_seconds);
-    double busiest =
-        most(all.compute, info->h2d_seconds, info->d2h_seconds, info->host_seconds, all.comm);
-    /* Updates fit only into a part of the step: the first forward and, if immediate, the last
-     * backward. */
-    info->bound_seconds = 0;
-    for (int part = 0; part < 2; part++) {
-        double in, out, host;
-        busy_seconds(rates, &loads[part], &in, &out, &host);
-        info->bound_seconds += most(loads[part].compute, in, out, host, loads[part].comm);
-    }
-    info->step_seconds = step > busiest ? step : busiest;
-    if (info->bound_seconds > info->step_seconds) { /* copies for one part that ran in the other */
-        info->bound_seconds = info->step_seconds;
-    }
-}
-
 static gm_status replay_new(const gm_problem *problem, const gm_plan *plan, gm_replay *r)
 {
     uint32_t n = problem->n;
@@ -717,7 +629,7 @@ gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan)
                 step += (end - start) * (double)ends[2 * i + 1];
                 start = end;
             }
-            fill_info(problem, plan, loads, step);
+            gm_plan_bound(problem, loads, step, plan);
         }
     }
     replay_free(&r);

@@ -18,9 +18,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from gemini_strategy.parameters import absent
+from gemini_strategy.weakly import WeakSet
 
 _NOTHING = object()
 # A signal's handler may come in a thread that has it.
