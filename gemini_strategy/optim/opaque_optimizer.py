@@ -23,6 +23,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ from gemini_strategy.optim.chunk_tensors import (
     twin,
 )
 from gemini_strategy.optim.opaque import Form, Leaf, Path, is_kept_in_chunk, leaves, with_leaves
-from gemini_strategy.optim.opaque_parts import Divisions, Part, forked, values_of
+from gemini_strategy.optim.opaque_parts import Division, Divisions, Part, forked, values_of
 from gemini_strategy.optim.opaque_states import Copies, Snapshots
 from gemini_strategy.optim.stage import sorts_of
 from gemini_strategy.precision import weight_dtypes
@@ -50,15 +51,8 @@ if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
 
-_SAME = (
-    0.0,
-    0.9,
-    0.999,
-    1e-8,
-    0.0,
-)  # hyperparameters of Adam that the core takes and nothing reads
-
-
+# Hyperparameters of Adam that the core takes and nothing reads.
+_SAME = (0.0, 0.9, 0.999, 1e-8, 0.0)
 _NAMES = ("params", "param_names")
 
 
@@ -135,7 +129,11 @@ class OpaqueOptimizer:
 
     def form(self, slot: Slot) -> Form:
         """See Form; of the whole, wherever its parts are."""
-        return self._divisions.of(slot).whole
+        return self.division(slot).whole
+
+    def division(self, slot: Slot) -> Division:
+        """Of the parameter's states among ranks."""
+        return self._divisions.of(slot)
 
     def _form_of(self, slot: Slot, part: Part) -> Form:
         number, dtype = self._group_of.get(id(slot.parameter), 0), self.dtype(slot)
@@ -253,14 +251,14 @@ class OpaqueOptimizer:
             return
         rehearsed = rehearsal.rehearse(self._plain(optimizer), self._dtypes, self._device)
         was = self._rehearsed
-        if self._has_shards and (rehearsed.cut, rehearsed.block) != (was.cut, was.block):
+        if self._has_shards and not rehearsed.has_cuts_of(was):
             raise GeminiError(
                 f"with param groups as they are, {self.kind.__name__} may be cut at each {rehearsed.cut}, and ranks "
                 f"have parts that are cut at each {was.cut}: put the groups back, or close() and manage() again"
             )
         before = self._group_of, self._by_shape, self._divisions
         self._group_of, self._by_shape = group_of, {}
-        self._divisions = Divisions(self._form_of, rehearsed.cut == "row")
+        self._divisions = Divisions(self._form_of, was.cut == "row")
         try:
             for slot, division in before[2].made.items():
                 form = division.whole
@@ -276,7 +274,8 @@ class OpaqueOptimizer:
         except BaseException:
             self._group_of, self._by_shape, self._divisions = before
             raise
-        self._sorts, self._rehearsed = sorts, rehearsed
+        self._sorts = sorts
+        self._rehearsed = replace(rehearsed, cut=was.cut, block=was.block)  # as ranks have parts
 
     def values(self) -> dict[str, str]:
         """What the optimizer has besides parameters and states, by names, for ranks to compare."""
@@ -519,7 +518,7 @@ class OpaqueOptimizer:
         cpu = torch.device("cpu")
         rest = {path: twin(t, cpu, twins) for path, t in leaves(entry) if path not in kept}
         own = with_leaves(forked(entry), {**rest, **kept})
-        division = self._divisions.of(slot)
+        division = self.division(slot)
         if division.is_whole or not self.has(slot):
             return own
         slot.engine.core.catch_up()
@@ -539,10 +538,12 @@ class OpaqueOptimizer:
         self._entries[slot] = with_leaves(forked(entry), views)
         self._note(slot)
 
-    def adopt(self, slot: Slot, entry: dict[Any, Any]) -> None:
-        """This is the parameter's entry, which has `views`, and the chunk has their bytes."""
+    def adopt(self, slot: Slot, entry: dict[Any, Any] | None) -> None:
+        """This is the parameter's entry, which has `views`, whose bytes the chunk has; None: other ranks have it."""
         self._copies.forget(slot)
-        self._entries[slot] = entry
+        self._known.add(slot)
+        if entry is not None:
+            self._entries[slot] = entry
         self._note(slot)
 
     def _note(self, slot: Slot) -> None:
@@ -570,7 +571,7 @@ class OpaqueOptimizer:
             self._note(slot)
             return
         rank, form = slot.engine.ranks.shard.rank, self._divisions.form(slot)
-        entry = self._divisions.of(slot).own_entry(rank, entry, slot.device)
+        entry = self.division(slot).own_entry(rank, entry, slot.device)
         self._check(slot, {leaf.path: leaf for leaf, _ in form.places}, self._kept(slot, entry))
         found = dict(leaves(entry))
         core, stream = slot.engine.core, slot.engine.stream()

@@ -25,9 +25,9 @@ STEPS = 4
 
 
 class Terms(Exact):
-    """With one that is cut between rows, and one whose elements lie column by column (see `built`)."""
+    """With some that are cut between rows, and one whose elements lie column by column (see `built`)."""
 
-    SIZES = (*Exact.SIZES, (40, 128))
+    SIZES = (*Exact.SIZES, (40, 128), (96, 128))
 
 
 class Case(ExactCase):
@@ -202,6 +202,11 @@ def same(got: Any, want: Any, what: str) -> None:
     assert type(got) is type(want), f"{what}: {type(got)}, expected {type(want)}"
     if isinstance(want, Tensor):
         assert got.dtype == want.dtype and got.shape == want.shape, what
+        if hasattr(want, "__tensor_flatten__"):
+            parts = [dict.fromkeys(each.__tensor_flatten__()[0]) for each in (got, want)]
+            pair = [{n: getattr(t, n) for n in p} for t, p in zip((got, want), parts, strict=True)]
+            same(*pair, what)
+            return
         assert torch.equal(got, want), f"{what}: {(got != want).sum()} of {want.numel()} differ"
     elif isinstance(want, dict):
         assert got.keys() == want.keys(), f"{what}: {list(got)}, expected {list(want)}"
