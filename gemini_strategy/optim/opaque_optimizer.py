@@ -418,10 +418,8 @@ class OpaqueOptimizer:
         for leaf, offset in form.places:
             tensor = kept.get(leaf.path)
             address = stand_in.states + offset
-            if tensor is not None and (tensor.data_ptr(), tensor.stride()) != (
-                address,
-                leaf.stride,
-            ):
+            place = address, leaf.stride
+            if tensor is not None and (tensor.data_ptr(), tensor.stride()) != place:
                 inside = 0 <= tensor.data_ptr() - stand_in.states < form.nbytes
                 moved[leaf] = address, tensor.clone() if inside else tensor  # of another state
         views = {

@@ -80,6 +80,13 @@ class Division:
             GeminiError: parts have other states than the whole.
         """
         owners = [form for form in self.forms if form is not None]
+        placed = {leaf.path for leaf, _ in self.whole.places}
+        for leaf in (leaf for form in owners for leaf, _ in form.places):
+            if leaf.path not in placed:
+                raise GeminiError(
+                    f"{self.name}: its state {opaque.text(leaf.path)} is there only where ranks have parts of the "
+                    "parameter, which cannot be put together: use another optimizer, or one rank"
+                )
         found: dict[Path, list[int]] = {}
         if len(owners) == 1:  # what stays in Python is common to as many parts
             return {

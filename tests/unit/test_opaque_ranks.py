@@ -555,16 +555,3 @@ def check_groups(rank: int, size: int) -> str:
 def test_groups_that_differ(tmp_path: Path) -> None:
     said = values(run_ranks(2, tmp_path, check_groups))
     assert said[0] == said[1] and "lr of param group 0" in said[0] and "1.1" in said[0]
-
-
-def check_checkpoint(rank: int, size: int, folder: str) -> str:
-    run = Run(EVERY["own"], "32-true", rank, size)
-    with pytest.raises(gs.GeminiError) as caught:
-        run.engine.save(f"{folder}/checkpoint")
-    run.engine.close()
-    return str(caught.value)
-
-
-def test_a_checkpoint_of_parts_is_refused(tmp_path: Path) -> None:
-    said = values(run_ranks(2, tmp_path, check_checkpoint, str(tmp_path)))
-    assert all("engine.state_dict(rank0_only=True)" in text for text in said)
