@@ -302,9 +302,9 @@ class Read:
                 run = self._division.run(leaf.path, self._rank)
                 state = State((key,), self._slot, text, leaf, *own[leaf.path], run)
                 self.fields.append((state, stored))
+        known |= {key for path, key in self._names.items() if path in whole.devices}
         for path, key in self._names.items():
-            is_large = self._manifest.tensors[key].numel > 1
-            if key not in known and path not in whole.devices and is_large:
+            if key not in known and self._manifest.tensors[key].numel > 1:
                 raise GeminiError(f"{opaque.text(path)} is none that the optimizer makes here")
 
     def _stored(self, key: str, path: opaque.Path) -> torch.Tensor:
