@@ -90,7 +90,7 @@ class _Loading:
             self._states = self._decoded(optimizer.get("others"), 0)
             self._steps: dict[str, int] = {}  # of the moments that the engine takes
             # Of an optimizer that steps by itself.
-            self._entries: dict[Slot, dict[Any, Any]] = {}
+            self._entries: dict[Slot, dict[Any, Any] | None] = {}
             self._fields: list[tuple[Field, Stored]] = []
             self._own: list[dict[str, Any]] = []
             if self._with_optimizer:
@@ -232,7 +232,6 @@ class _Loading:
     def _check_entries(self, saved: dict[str, Any]) -> None:
         """The states of an optimizer that steps by itself."""
         opaque: Any = self._runtime.opaque
-        entries.check(self._runtime)
         opaque.settle()
         self._own = self._decoded(saved["own"], 0)
         by_name = {slot.name: slot for slot in self._runtime.slots}

@@ -161,11 +161,19 @@ class Manifest:
 
     def whole_of(self, stored: Stored) -> torch.Tensor:
         """The same; its elements lie in the order in which they were saved."""
-        flat = torch.empty(stored.numel, dtype=stored.dtype, device="cpu")
-        for first, values in self.read(stored, 0, stored.numel):
-            flat[first : first + values.numel()] = values
+        flat = self.run_of(stored, 0, stored.numel)
         inverse = [stored.order.index(d) for d in range(len(stored.shape))]
         return flat.view([stored.shape[d] for d in stored.order]).permute(inverse)
+
+    def run_of(self, stored: Stored, first: int, n: int) -> torch.Tensor:
+        """The n elements from `first` on, in the order in which they were saved."""
+        flat = torch.empty(n, dtype=stored.dtype, device="cpu")
+        for begin, values in self.read(stored, first, n):
+            skip = max(first - begin, 0)
+            values = values[skip : first + n - begin]
+            at = begin + skip - first
+            flat[at : at + values.numel()] = values
+        return flat
 
 
 def _read_at(file: int, data: bytearray, offset: int) -> int:
@@ -224,6 +232,10 @@ def write(
         tensors: by name what `Stored` is made of: dtype, shape, order, and pieces as lists of Piece's fields.
         rest: what is beside them.
     """
+    for name, code in tensors.items():
+        found, numel = sum(piece[3] for piece in code["pieces"]), math.prod(code["shape"])
+        if found != numel:
+            raise GeminiError(f"ranks have written {found} of the {numel} elements of {name}")
     content = {"files": sizes, "tensors": tensors, "rest": rest}
     body = json.dumps(content, separators=(",", ":")).encode()
     if len(body) > _MOST_MANIFEST:

@@ -50,7 +50,9 @@ class Part:
         self.stored[name] = {**kind, "pieces": []}
 
     def begin_field(self, field: Field) -> None:
-        self.begin(field.key, field.dtype, field.shape, field.order)
+        """Of what this rank has nothing of, others tell."""
+        if field.part()[1] or not field.numel:
+            self.begin(field.key, field.dtype, field.shape, field.order)
 
     def add(self, name: str, first: int, n: int, values: torch.Tensor) -> Record:
         """n elements from `first` on; `values` has them in any shape."""
@@ -72,13 +74,25 @@ class Part:
 
     def add_whole(self, name: str, value: torch.Tensor, path: tuple[str, ...] = ()) -> None:
         """A tensor that one rank has."""
-        value = value.detach().to("cpu").contiguous()
-        self.begin(name, value.dtype, value.shape)
-        first = 0
-        for offsets, sizes in boxes(value.shape, 0, value.numel(), MOST_ELEMENTS):
-            values = value[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-            record = self.add(name, first, values.numel(), values.clone())
-            first += values.numel()
+        self.add_run(name, value, tuple(value.shape), 0, path)
+
+    def add_run(
+        self,
+        name: str,
+        value: torch.Tensor,
+        shape: tuple[int, ...],
+        first: int,
+        path: tuple[str, ...],
+    ) -> None:
+        """The elements from `first` on of a tensor of that shape, row by row."""
+        flat = value.detach().to("cpu").reshape(-1)
+        self.begin(name, value.dtype, shape)
+        begin = first
+        for offsets, sizes in boxes(shape, first, first + flat.numel(), MOST_ELEMENTS):
+            n = math.prod(sizes)
+            values = flat[begin - first : begin - first + n].view(sizes)
+            record = self.add(name, begin, n, values.clone())
+            begin += n
             if path:
                 self.add_for_tools(path, record, (offsets, sizes))
 
@@ -145,7 +159,10 @@ def pieces(runtime: Runtime, field: Field) -> Iterator[Piece]:
 def write_rest(
     runtime: Runtime, model: Model, part: Part, extra: Any, with_optimizer: bool
 ) -> dict[str, Any]:
-    """What is no field of a slot; of what all ranks have alike, rank 0's."""
+    """What is no field of a slot; of what all ranks have alike, rank 0's.
+
+    States of an optimizer that steps by itself are with "entries" of each rank, see entries.write.
+    """
     rank = runtime.ranks.rank
     tensors: list[torch.Tensor] = []
     rest: dict[str, Any] = {
@@ -167,6 +184,8 @@ def write_rest(
             rest["scaler"] = encode(runtime.scaler.state_dict(), "the loss scaler", tensors)
         if with_optimizer and runtime.optimizer is not None:
             rest["optimizer"] = _write_optimizer(runtime, part, tensors)
+    if with_optimizer and runtime.opaque is not None:
+        rest["entries"] = entries.write(runtime, part)
     for number, value in enumerate(tensors):
         part.add_whole(f"rank {rank}: {number}", value)
     return rest
@@ -190,7 +209,6 @@ def _write_optimizer(runtime: Runtime, part: Part, tensors: list[torch.Tensor]) 
         own = [{name: vars(part)[name] for name in sorted(m.written)} for part, m in pairs]
         told["classes"] = [member.kind.__name__ for member in opaque.members]
         told["own"] = encode(own, "the optimizer's own attributes", tensors)
-        told["entries"] = entries.write(runtime, part)
     for slot in runtime.slots:
         if opaque is not None and slot.has_moments:
             continue

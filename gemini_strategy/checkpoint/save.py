@@ -105,9 +105,7 @@ class Writing:
         target = wanted.target.resolve()
         self._runtime, self._target, self._keep_last = runtime, target, wanted.keep_last
         self.what = what = f"saving {target}"
-        self.model = together(ranks, what, lambda: _begin(runtime, wanted))
-        self.fields = list(self.model.fields(runtime, wanted.with_optimizer))
-        self.fields += entries.fields(runtime) if wanted.with_optimizer else ()
+        self.model, self.fields = together(ranks, what, lambda: _begin(runtime, wanted))
         ranks.agree({"frozen": wanted.frozen, **_numbers(runtime)}, what)
         self._draft = together(ranks, what, lambda: _draft(runtime, target, wanted))
         try:
@@ -147,7 +145,8 @@ class Writing:
         def work() -> None:
             if self._draft is None:
                 return
-            _write_manifest(self.path, everyone, self.model.names)
+            order = [field.key for field in self.fields]
+            _write_manifest(self.path, everyone, self.model.names, order)
             self._draft.publish()
             if self._keep_last is not None:
                 folder.point(self._target, self.made.name)
@@ -167,7 +166,7 @@ class Writing:
             self._draft.close()
 
 
-def _begin(runtime: Runtime, wanted: Wanted) -> Model:
+def _begin(runtime: Runtime, wanted: Wanted) -> tuple[Model, list[Field]]:
     keep_last, frozen = wanted.keep_last, wanted.frozen
     if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
         raise ValueError(f"keep_last={keep_last!r} must be an int of at least 1")
@@ -181,13 +180,14 @@ def _begin(runtime: Runtime, wanted: Wanted) -> Model:
     for number, group in enumerate(runtime.optimizer.param_groups if is_adam else ()):
         check_options(number, group)
     if runtime.opaque is not None:
-        if wanted.with_optimizer:
-            entries.check(runtime)
         runtime.opaque.settle()
     runtime.recover()
     runtime.check_assigned()
     runtime.core.drain()
-    return Model(runtime, frozen=frozen)
+    model = Model(runtime, frozen=frozen)
+    found = list(model.fields(runtime, wanted.with_optimizer))
+    found += entries.fields(runtime) if wanted.with_optimizer else ()
+    return model, found
 
 
 def _numbers(runtime: Runtime) -> dict[str, Any]:
@@ -235,8 +235,10 @@ def objection(old: Path, replaces_files: bool) -> str | None:
     return f"is a checkpoint with {names[0]!r} of somebody else in it" if names else None
 
 
-def _write_manifest(path: Path, everyone: list[dict[str, Any]], names: list[str]) -> None:
-    """Of all ranks' parts one folder: the manifest last."""
+def _write_manifest(
+    path: Path, everyone: list[dict[str, Any]], names: list[str], keys: list[str]
+) -> None:
+    """Of all ranks' parts one folder: the manifest last. `keys`: of fields, in order."""
     stored: dict[str, dict[str, Any]] = {}
     parts: dict[str, list[distcp.Part]] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -246,7 +248,13 @@ def _write_manifest(path: Path, everyone: list[dict[str, Any]], names: list[str]
         for key, found in own["boxes"].items():
             parts.setdefault(key, []).extend(distcp.Part(*one) for one in found)
             paths[key] = tuple(own["paths"][key])
+    stored = {key: stored[key] for key in dict.fromkeys([*keys, *stored]) if key in stored}
     rest = dict(everyone[0]["rest"])
+    if "entries" in rest:
+        del rest["entries"]
+        rest["optimizer"]["entries"] = {
+            n: e for own in everyone for n, e in own["rest"]["entries"].items()
+        }
     same: dict[str, str] = {}  # keys for tools, by the tensors' names
     for alias, name in rest["aliases"].items():
         same[f"model.{alias}"] = f"model.{name}"

@@ -118,13 +118,21 @@ def _attributes(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 @functools.cache
-def plain_dispatch() -> tuple[Any, Any]:
-    """What torch's dispatcher includes and excludes in a new thread. A part may run inside an operation on a parameter
-    (absent.py), where keys are excluded that torch.compile needs.
-    """
+def _keys_of_a_thread() -> tuple[Any, Any]:
+    """What torch's dispatcher includes and excludes in a new one."""
     with ThreadPoolExecutor(1) as pool:
         keys = pool.submit(_torch.included_keys), pool.submit(_torch.excluded_keys)
         return keys[0].result(), keys[1].result()
+
+
+@contextlib.contextmanager
+def in_plain_torch() -> Iterator[None]:
+    """Inside, torch is as in a new thread. A part of a step may run inside an operation on a parameter (absent.py),
+    where keys are excluded that torch.compile needs, and under a mode of the program's that is not meant for the step.
+    """
+    modes = _torch.without_modes() if _torch.n_dispatch_modes() else contextlib.nullcontext()
+    with _torch.ForceDispatchKeyGuard(*_keys_of_a_thread()), modes:
+        yield
 
 
 @contextlib.contextmanager

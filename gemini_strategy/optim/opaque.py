@@ -87,8 +87,13 @@ def text(path: Path) -> str:
 
 
 def is_kept_in_chunk(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a leaf goes where its parameter goes. Counters, and what is on another device, stay where they are."""
-    return tensor.numel() > 1 and tensor.device == parameter.device
+    """Whether a leaf goes where its parameter goes.
+
+    Counters, what is on another device, and all of a parameter without elements, which goes nowhere, stay where they
+    are.
+    """
+    is_large = tensor.numel() > 1 and parameter.numel() > 0
+    return is_large and tensor.device == parameter.device
 
 
 @dataclass(frozen=True)

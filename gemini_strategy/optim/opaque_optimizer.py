@@ -5,54 +5,38 @@ stand-ins for these parameters, plain tensors at those addresses, are stepped by
 as large as their parameter lie in the chunk (opaque.py says which); counters and shared tables stay in Python.
 
 Invariants
-    1. A parameter has one stand-in for life. Outside `run` the bytes of stand-ins and of states in `_entries` may be
-       another chunk's: nothing else reads them.
-    2. All parts of a step begin with the values that groups and attributes of the optimizer had at its begin; the first
+    1. All parts of a step begin with the values that groups and attributes of the optimizer had at its begin; the first
        part that ends sets them for all, and each later part must end with the same ones. Parts may run after the step,
        under the next forward, unless they write such values; all have run before the next step begins, or states are
        looked at.
-    3. What a program has of states are copies (opaque_states.py), which are taken back before states are used.
-    4. Of several ranks each steps its part of a parameter (opaque_parts.py). Reading is a collective: all ranks get the
-       entry of the whole. Writing is not: every rank takes its part of the same entry. All know who has an entry.
+    2. What runs AHEAD of its step leaves nothing but bytes in the chunk, which the core takes back (ahead.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
-from gemini_strategy.optim import opaque, overrides, parts, rehearsal
-from gemini_strategy.optim.ahead import Ahead, Setting, entry_apart
+from gemini_strategy.optim import overrides, parts, rehearsal
+from gemini_strategy.optim.ahead import Setting, entry_apart
 from gemini_strategy.optim.chunk_tensors import (
-    StandIn,
     copied,
+    in_plain_torch,
     is_equal,
     on_stream,
-    plain_dispatch,
-    room,
     tensor_at,
-    twin,
 )
-from gemini_strategy.optim.opaque import (
-    Form,
-    How,
-    Leaf,
-    Path,
-    When,
-    is_kept_in_chunk,
-    leaves,
-    with_leaves,
-)
-from gemini_strategy.optim.opaque_parts import Divisions, Part, forked, values_of
-from gemini_strategy.optim.opaque_states import Copies, Snapshots
+from gemini_strategy.optim.opaque import Form, How, When
+from gemini_strategy.optim.opaque_entries import OpaqueEntries
+from gemini_strategy.optim.opaque_parts import Divisions, Part, values_of
 from gemini_strategy.optim.stage import sorts_of
 from gemini_strategy.precision import weight_dtypes
 from gemini_strategy.weakly import weak_method
@@ -71,8 +55,8 @@ def _group_of(optimizer: Any) -> dict[int, int]:
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
 
-class OpaqueOptimizer:
-    """The states and the steps of one such optimizer.
+class OpaqueOptimizer(OpaqueEntries):
+    """The steps of one such optimizer, and their states.
 
     Args:
         optimizer: not managed yet.
@@ -82,8 +66,7 @@ class OpaqueOptimizer:
     """
 
     def __init__(self, runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
-        self._runtime = weakref.ref(runtime)
-        self.kind = type(optimizer)
+        super().__init__(runtime, optimizer)
         self._device = runtime.device
         # Those that it will step: weights in 32 bits where there are masters, else in the compute dtype.
         is_mixed = runtime.precision_plan.is_mixed
@@ -97,20 +80,12 @@ class OpaqueOptimizer:
         self._settings = overrides.settings_of(optimizer)
         self._divisions = Divisions(self._form_of, self._rehearsed.cut == "row")
         self._by_shape: dict[Any, Form] = {}
-        self._stand_ins: dict[Slot, StandIn] = {}
-        self._entries: dict[Slot, dict[Any, Any]] = {}  # of this rank's parts
-        self._known: set[Slot] = set()  # several ranks: who has one, on whichever rank
-        self._has_shards = runtime.ranks.shard.size > 1
-        self._copies: Copies | Snapshots = Snapshots(self) if self._has_shards else Copies(self)
         self._dropped: list[Slot] = []
-        self._optimizer = weakref.ref(optimizer)
         self._recipes: dict[int, tuple[int, dict[str, Any]]] = {}  # of each group, the last
-        self._ahead = Ahead(self._recipes.clear)
         self._numbers = itertools.count(1)
         self._start: parts.Own | None = None
         self._end: parts.Own | None = None
         self._autocast = (False, torch.bfloat16)  # of who steps: a part may run inside a forward's
-        self._stream: int | None = None  # of updates
         self.written: set[str] = set()  # attributes of the optimizer that its step() changes
         self.error: BaseException | None = None  # that step() has raised
 
@@ -130,18 +105,6 @@ class OpaqueOptimizer:
         forms = self._divisions.divide(slot, parts).forms
         return [0 if form is None else form.nbytes for form in forms]
 
-    def state_bytes(self, slot: Slot) -> int:
-        """Of a parameter's states in chunks, on all ranks together."""
-        return self.form(slot).nbytes
-
-    def dtype(self, slot: Slot) -> torch.dtype:
-        """Of the parameter that step() gets."""
-        return torch.float32 if slot.has_low else slot.dtype
-
-    def form(self, slot: Slot) -> Form:
-        """See Form; of the whole, wherever its parts are."""
-        return self._divisions.of(slot).whole
-
     def _form_of(self, slot: Slot, part: Part) -> Form:
         number, dtype = self._group_of.get(id(slot.parameter), 0), self.dtype(slot)
         settings = self._settings.get(id(slot.parameter), {})
@@ -159,14 +122,6 @@ class OpaqueOptimizer:
         states = {0: {}} if self._entries else {}  # which they are is not asked
         return parts.stand_in(optimizer, optimizer.param_groups, states, self.kind)
 
-    def _stand_in(self, slot: Slot) -> StandIn:
-        made = self._stand_ins.get(slot)
-        if made is None:
-            runtime, part = slot.engine, self._divisions.part(slot)  # which it has
-            made = StandIn(slot, part, runtime.core, runtime.grad_dtype(slot))
-            self._stand_ins[slot] = made
-        return made
-
     # ---- steps ----
 
     def core_arguments(self) -> dict[str, Any]:
@@ -175,30 +130,13 @@ class OpaqueOptimizer:
         when = When.AT_STEP if writes else When.SPECULATED
         return {"opaque": weak_method(self.run), "opaque_when": when}
 
-    def _issue(self) -> None:
-        """Parts of the last step that are still to run do so now."""
-        runtime = self._runtime()
-        if runtime is not None and not runtime.closed:
-            runtime.core.issue()
-
-    def _look(self) -> None:
-        """States are asked for, or set.
-
-        Raises:
-            GeminiError: some parameters' may be of this step, and others' of the last one.
-        """
-        runtime = self._runtime()
-        if runtime is not None and runtime.coming_step.is_under_way:
-            raise GeminiError(
-                "optimizer.state is asked for between backward(step=True) and optimizer.step(), which may have changed "
-                "some of it already: call optimizer.step() first"
-            )
-        self._issue()
-
     def update(self, slot: Slot, divisor: float, factor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it; equal as long as its group is."""
         recipe = self._recipe(self._group_of[id(slot.parameter)])
         return (slot.id, *_SAME, recipe, True, True, divisor, factor)
+
+    def _renumber(self) -> None:
+        self._recipes.clear()
 
     def _recipe(self, number: int) -> int:
         """A number for the values of a group: another as soon as one of them is another."""
@@ -270,14 +208,14 @@ class OpaqueOptimizer:
             return
         rehearsed = rehearsal.rehearse(self._plain(optimizer), self._dtypes, self._device)
         was = self._rehearsed
-        if self._has_shards and (rehearsed.cut, rehearsed.block) != (was.cut, was.block):
+        if self._has_shards and not rehearsed.has_cuts_of(was):
             raise GeminiError(
                 f"with param groups as they are, {self.kind.__name__} may be cut at each {rehearsed.cut}, and ranks "
                 f"have parts that are cut at each {was.cut}: put the groups back, or close() and manage() again"
             )
         before = self._group_of, self._by_shape, self._divisions
         self._group_of, self._by_shape = group_of, {}
-        self._divisions = Divisions(self._form_of, rehearsed.cut == "row")
+        self._divisions = Divisions(self._form_of, was.cut == "row")
         try:
             for slot, division in before[2].made.items():
                 form = division.whole
@@ -293,7 +231,8 @@ class OpaqueOptimizer:
         except BaseException:
             self._group_of, self._by_shape, self._divisions = before
             raise
-        self._sorts, self._rehearsed = sorts, rehearsed
+        self._sorts = sorts
+        self._rehearsed = replace(rehearsed, cut=was.cut, block=was.block)  # as ranks have parts
 
     def values(self) -> dict[str, str]:
         """What the optimizer has besides parameters and states, by names, for ranks to compare."""
@@ -315,7 +254,7 @@ class OpaqueOptimizer:
             returns = self._rehearsed.writes_itself
             enabled, dtype = self._autocast
             with (
-                _torch.ForceDispatchKeyGuard(*plain_dispatch()),
+                in_plain_torch(),
                 torch.inference_mode(False),
                 torch.no_grad(),
                 _torch.DisableFuncTorch(),
@@ -422,12 +361,6 @@ class OpaqueOptimizer:
         self._ahead.keep(grads, found)
         return True
 
-    def _paths_here(self, slot: Slot) -> set[Path]:
-        """Of leaves that a part of a step need not have for itself: in the chunk, or tables of many parameters."""
-        form = self._divisions.form(slot)
-        tables = {path for path, shape in form.shapes().items() if math.prod(shape) > 1}
-        return {leaf.path for leaf, _ in form.places} | (form.shared & tables)
-
     def _stepped(
         self, groups: Mapping[int, list[Slot]], own: parts.Own, entries: Mapping[Slot, Any]
     ) -> tuple[parts.Own, dict[Slot, dict[Any, Any]]]:
@@ -461,7 +394,7 @@ class OpaqueOptimizer:
         return parts.Own.of(inner), found
 
     def _commit(self, optimizer: Any, ended: parts.Own) -> None:
-        """Invariant 2."""
+        """Invariant 1."""
         if self._end is None:
             self._end = ended
             assert self._start is not None
@@ -478,294 +411,7 @@ class OpaqueOptimizer:
                 "does not treat each parameter by itself"
             )
 
-    def _adopted(self, slot: Slot, entry: dict[Any, Any]) -> dict[Any, Any]:
-        """The entry that a step has left, with its tensors in the chunk."""
-        stand_in = self._stand_in(slot)
-        form = self._divisions.form(slot)
-        kept = self._kept(slot, entry)
-        self._check(slot, {leaf.path: leaf for leaf, _ in form.places}, kept)
-        moved = {}
-        for leaf, offset in form.places:
-            tensor = kept.get(leaf.path)
-            address = stand_in.states + offset
-            if tensor is not None and (tensor.data_ptr(), tensor.stride()) != (
-                address,
-                leaf.stride,
-            ):
-                inside = 0 <= tensor.data_ptr() - stand_in.states < form.nbytes
-                moved[leaf] = address, tensor.clone() if inside else tensor  # of another state
-        views = {
-            leaf.path: tensor_at(address, leaf.shape, leaf.stride, leaf.dtype, slot.device).copy_(
-                tensor
-            )
-            for leaf, (address, tensor) in moved.items()
-        }
-        for path, tensor in leaves(entry):
-            apart = tensor if path in kept else stand_in.apart(tensor)
-            if apart is not tensor:
-                views[path] = apart
-        return with_leaves(entry, views) if views else entry
-
-    def _kept(self, slot: Slot, entry: Mapping[Any, Any]) -> dict[Path, torch.Tensor]:
-        """What of an entry belongs into the chunk."""
-        shared, weight = self._divisions.form(slot).shared, self._stand_in(slot).weight
-        found = leaves(entry)
-        return {p: t for p, t in found if p not in shared and is_kept_in_chunk(t, weight)}
-
-    def _check(
-        self, slot: Slot, wanted: Mapping[Path, Leaf], kept: Mapping[Path, torch.Tensor]
-    ) -> None:
-        """The states have the forms that there are places for."""
-        again = "states are found at manage(), and stay what they are; close() the engine and manage() again"
-        for path, tensor in kept.items():
-            what = f"{slot.name}: its state {opaque.text(path)} of {self.kind.__name__}"
-            now = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            leaf = wanted.get(path)
-            if leaf is None:
-                raise GeminiError(f"{what}, {now}, is new: {again} when it is there")
-            if (tensor.dtype, tuple(tensor.shape)) != (leaf.dtype, leaf.shape):
-                raise GeminiError(
-                    f"{what} has become {now}, and was {leaf.dtype} of shape {leaf.shape}: {again}"
-                )
-
     def take_error(self) -> BaseException | None:
         """What step() has raised, once."""
         error, self.error = self.error, None
         return error
-
-    # ---- states, from outside ----
-
-    def has(self, slot: Slot) -> bool:
-        """Whether the parameter has an entry."""
-        return slot in (self._known if self._has_shards else self._entries)
-
-    def slots(self) -> list[Slot]:
-        """Those that have entries, in the order of the groups."""
-        self._look()
-        optimizer = self._optimizer()
-        groups = () if optimizer is None else optimizer.param_groups
-        order = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
-        known = self._known if self._has_shards else self._entries
-        return sorted(known, key=lambda slot: order.get(id(slot.parameter), len(order)))
-
-    def settle(self) -> None:
-        """Entries are what the last step and the program have made of them, and may be looked at."""
-        self._issue()
-        self._copies.take_all()
-        for slot in self._entries:
-            self._wait(slot)
-            break  # all of one device wait for one stream
-
-    def entry(self, slot: Slot) -> dict[Any, Any] | None:
-        """The optimizer's own, of this rank's part; None: there is none."""
-        return self._entries.get(slot)
-
-    def kept(self, slot: Slot) -> dict[Path, torch.Tensor]:
-        """What of the parameter's entry is in its chunk, copied to the host."""
-        own = {path for path, _ in leaves(self._entries.get(slot, {}))}
-        found: dict[Path, torch.Tensor] = {}
-        for leaf, at in self._divisions.places(slot):
-            if leaf.path in own:
-                values = room(leaf)
-                slot.engine.core.states_read(slot.id, at, leaf.nbytes, values.data_ptr())
-                found[leaf.path] = values
-        return found
-
-    def read(
-        self, slot: Slot, twins: dict[int, torch.Tensor] | None = None, root: int | None = None
-    ) -> dict[Any, Any]:
-        """A copy of the parameter's entry, on the host; empty: there is none.
-
-        Args:
-            twins: one for all reads that are to have one copy of what several parameters share.
-            root: the rank that gets it, other ranks have zeros in it; None: all get it.
-        """
-        self._look()
-        self._copies.take(slot)
-        self._wait(slot)
-        entry = self._entries.get(slot, {})
-        kept, twins = self.kept(slot), {} if twins is None else twins
-        cpu = torch.device("cpu")
-        rest = {path: twin(t, cpu, twins) for path, t in leaves(entry) if path not in kept}
-        own = with_leaves(forked(entry), {**rest, **kept})
-        division = self._divisions.of(slot)
-        if division.is_whole or not self.has(slot):
-            return own
-        slot.engine.core.catch_up()
-        return division.joined(slot.engine.ranks, own, slot.device, root)
-
-    def snapshot(
-        self, slot: Slot, twins: dict[int, torch.Tensor], root: int | None = None
-    ) -> dict[Any, Any]:
-        """The same; what the program writes to it before the next use becomes the states'."""
-        entry = self.read(slot, twins, root)
-        self._copies.watch(slot, entry)
-        return entry
-
-    def put(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        """Sets what is no tensor of the chunk."""
-        views = {path: t for path, t in self.views(slot).items() if path in dict(leaves(entry))}
-        self._entries[slot] = with_leaves(forked(entry), views)
-        self._note(slot)
-
-    def adopt(self, slot: Slot, entry: dict[Any, Any]) -> None:
-        """This is the parameter's entry, which has `views`, and the chunk has their bytes."""
-        self._copies.forget(slot)
-        self._entries[slot] = entry
-        self._note(slot)
-
-    def _note(self, slot: Slot) -> None:
-        self._ahead.forget()
-        slot.has_state = self.has(slot) if self._has_shards else bool(self._entries.get(slot))
-        slot.note_state_change()
-
-    def views(self, slot: Slot) -> dict[Path, torch.Tensor]:
-        """The tensors in the chunk."""
-        at, device = self._stand_in(slot).states, slot.device
-        return {
-            leaf.path: tensor_at(at + offset, leaf.shape, leaf.stride, leaf.dtype, device)
-            for leaf, offset in self._divisions.places(slot)
-        }
-
-    def store(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        """Sets the parameter's entry.
-
-        Raises:
-            GeminiError: its tensors are not those that this optimizer makes of such a parameter.
-        """
-        self._known.add(slot)
-        for path, tensor in leaves(entry):
-            slot.engine.written.note(slot, f"state {opaque.text(path)}", tensor)
-        if self._divisions.part(slot) is None:
-            self._note(slot)
-            return
-        rank, form = slot.engine.ranks.shard.rank, self._divisions.form(slot)
-        entry = self._divisions.of(slot).own_entry(rank, entry, slot.device)
-        self._check(slot, {leaf.path: leaf for leaf, _ in form.places}, self._kept(slot, entry))
-        found = dict(leaves(entry))
-        core, stream = slot.engine.core, slot.engine.stream()
-        for leaf, at in form.places:
-            if leaf.path in found:
-                values = room(leaf).copy_(found[leaf.path])
-                core.states_write(slot.id, at, leaf.nbytes, values.data_ptr(), stream)
-        self.put(slot, entry)
-
-    def write(
-        self,
-        slot: Slot,
-        entry: Mapping[Any, Any],
-        is_copied: bool = True,
-        twins: dict[int, torch.Tensor] | None = None,
-    ) -> None:
-        """Sets the parameter's entry for a program; `is_copied`: and is done with its tensors. `twins`: as in `read`.
-
-        Raises:
-            GeminiError: its tensors are not those that this optimizer makes of such a parameter.
-        """
-        self._look()
-        if is_copied:
-            self.check(slot, entry)
-            entry = self._converted(slot, entry, {} if twins is None else twins)
-        self.check(slot, entry)
-        self._copies.forget(slot)
-        self.store(slot, entry)
-        if not is_copied:
-            self._copies.note(slot, entry, self._paths(slot))
-
-    def _converted(
-        self, slot: Slot, entry: Mapping[Any, Any], twins: dict[int, torch.Tensor]
-    ) -> dict[Any, Any]:
-        """In the dtypes that this optimizer makes; what the chunk does not have is copied."""
-        form, places, made = self.form(slot), self._paths(slot), {}
-        dtypes = form.dtypes()
-        for path, tensor in leaves(entry):
-            dtype = dtypes.get(path, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
-            if path in places:
-                made[path] = tensor.detach().to(dtype)
-            else:
-                made[path] = twin(tensor, form.devices.get(path, tensor.device), twins).to(dtype)
-        return with_leaves(forked(entry), made)
-
-    def move_in(self, slot: Slot, entry: Mapping[Any, Any]) -> None:
-        """The engine begins with this entry; the program may keep its tensors, unless they are in another dtype."""
-        dtypes = self.form(slot).dtypes()
-        is_same = all(t.dtype is dtypes.get(path, t.dtype) for path, t in leaves(entry))
-        self.write(slot, entry, is_copied=not is_same)
-
-    def drop(self, slot: Slot) -> None:
-        """The parameter has no entry any more."""
-        self._look()
-        self._copies.forget(slot)
-        self._entries.pop(slot, None)
-        self._known.discard(slot)
-        self._note(slot)
-
-    def check_unwritten(self) -> None:
-        """A step comes whose backward has begun it.
-
-        Raises:
-            GeminiError: a program has written states since.
-        """
-        self._copies.check()
-
-    def check(self, slot: Slot, entry: Mapping[Any, Any], is_whole: bool = False) -> None:
-        """Refuses what cannot be an entry of this parameter; `is_whole`: or what a step has not left.
-
-        Raises:
-            GeminiError: its tensors are not those that this optimizer makes of such a parameter.
-        """
-        if not isinstance(entry, Mapping):
-            raise TypeError(
-                f"{slot.name}: optimizer.state[p] is a dict, not {type(entry).__name__}"
-            )
-        places, shared, kept = self._paths(slot), self.form(slot).shared, {}
-        for path, tensor in leaves(entry):
-            if path in places:  # torch's load_state_dict() gives it another floating-point dtype
-                is_float = tensor.is_floating_point()
-                kept[path] = tensor.to(places[path].dtype) if is_float else tensor
-            elif path not in shared and tensor.numel() > 1:
-                kept[path] = tensor
-        self._check(slot, places, kept)
-        missing = sorted(opaque.text(path) for path in places.keys() - kept.keys())
-        if is_whole and entry and missing:
-            raise GeminiError(
-                f"{slot.name}: its state has {', '.join(map(str, entry))} and lacks {' and '.join(missing)}, which "
-                f"{self.kind.__name__} makes with the options of now: it is of another optimizer, or of other options"
-            )
-
-    def sent(
-        self,
-        slot: Slot,
-        entry: Mapping[Any, Any],
-        device: torch.device,
-        twins: dict[int, torch.Tensor],
-    ) -> dict[Any, Any]:
-        """An entry of `read` where it is with the parameter on that device."""
-        on_device = {p for p, t in self.form(slot).devices.items() if t == slot.device}
-        goes = self._paths(slot).keys() | (on_device if slot.device.type != "cpu" else set())
-        found = leaves(entry)
-        moved = {p: twin(t, device, twins) for p, t in found if p in goes and t.device != device}
-        return with_leaves(entry, moved)
-
-    def release(self) -> None:
-        """The engine closes: what a program has is its own from now on."""
-        self._copies.release()
-        self._entries, self._stand_ins, self._known = {}, {}, set()
-
-    def show(self, slot: Slot) -> dict[Any, Any]:
-        """The parameter's entry as a program sees it, and may write it."""
-        self._look()
-        self._ahead.forget()  # counters are the very tensors
-        if not self._has_shards:
-            self._entries.setdefault(slot, {})
-        self._wait(slot)
-        return self._copies.show(slot)
-
-    def _wait(self, slot: Slot) -> None:
-        """Counters on the device are written by the stream of updates."""
-        if slot.device.type == "cuda" and self._stream is not None:
-            updates = torch.cuda.ExternalStream(self._stream, slot.device)
-            torch.cuda.current_stream(slot.device).wait_stream(updates)
-
-    def _paths(self, slot: Slot) -> dict[Path, Leaf]:
-        return {leaf.path: leaf for leaf, _ in self.form(slot).places}

@@ -80,6 +80,13 @@ class Division:
             GeminiError: parts have other states than the whole.
         """
         owners = [form for form in self.forms if form is not None]
+        placed = {leaf.path for leaf, _ in self.whole.places}
+        for leaf in (leaf for form in owners for leaf, _ in form.places):
+            if leaf.path not in placed:
+                raise GeminiError(
+                    f"{self.name}: its state {opaque.text(leaf.path)} is there only where ranks have parts of the "
+                    "parameter, which cannot be put together: use another optimizer, or one rank"
+                )
         found: dict[Path, list[int]] = {}
         if len(owners) == 1:  # what stays in Python is common to as many parts
             return {
@@ -89,9 +96,11 @@ class Division:
         for path, shape in self.whole.shapes().items():
             numel = math.prod(shape)
             sizes = [math.prod(f.shapes().get(path, ())) if f else 0 for f in self.forms]
-            if all(f.shapes().get(path) == shape for f in owners):
+            dtype = self.whole.dtypes()[path]
+            is_alike = all(f.dtypes().get(path) is dtype for f in owners)
+            if is_alike and all(f.shapes()[path] == shape for f in owners):
                 continue
-            if sum(sizes) != numel or any(path not in f.shapes() for f in owners):
+            if sum(sizes) != numel or not is_alike:
                 raise GeminiError(
                     f"{self.name}: its state {opaque.text(path)} has {numel} elements, and {sizes} where ranks have "
                     "parts of the parameter, which cannot be put together: use another optimizer, or one rank"
@@ -113,6 +122,14 @@ class Division:
         """The first rank that has a part."""
         return next(i for i, part in enumerate(self.parts) if part is not None)
 
+    def run(self, path: Path, rank: int) -> tuple[int, int]:
+        """(first, n): the elements of one of the whole's leaves that a rank has, row by row."""
+        sizes = self.divided.get(path)
+        if sizes is not None:
+            return sum(sizes[:rank]), sizes[rank]
+        has_it = self.parts[rank] is not None
+        return 0, math.prod(self.whole.shapes()[path]) if has_it else 0
+
     def own_entry(self, rank: int, entry: Any, device: torch.device) -> dict[Any, Any]:
         """An entry of the whole as a rank with a part has it; its tensors may be views of those."""
         part, form = self.parts[rank], self.forms[rank]
@@ -122,12 +139,9 @@ class Division:
         kept = {leaf.path for leaf, _ in form.places}
         own = {}
         for path, tensor in leaves(entry):
-            sizes = self.divided.get(path)
-            if sizes is not None:
-                begin = sum(sizes[:rank])
-                tensor = tensor.reshape(-1)[begin : begin + sizes[rank]].reshape(
-                    form.shapes()[path]
-                )
+            if path in self.divided:
+                begin, n = self.run(path, rank)
+                tensor = tensor.reshape(-1)[begin : begin + n].reshape(form.shapes()[path])
                 tensor = tensor if path in kept else tensor.to(device, copy=True)
             own[path] = tensor
         return _filled(framed(entry), form.entry, own, self.name)
@@ -147,15 +161,15 @@ class Division:
                 f"{self.name}: its optimizer state cannot be told to other ranks: {told['error']}"
             )
         tree, present, found = _unpacked(told, device)
-        for path, sizes in self.divided.items():
+        for path in self.divided:
             if path not in present:
                 continue
             like = dict(leaves(self.whole.entry))[path]
             flat = torch.zeros(like.numel(), dtype=like.dtype, device="cpu")
-            begin = sum(sizes[:rank])
-            if sizes[rank]:
-                flat[begin : begin + sizes[rank]] = own[path].reshape(-1)
-            ranks.assemble(flat, begin, sizes[rank], what, root)
+            begin, n = self.run(path, rank)
+            if n:
+                flat[begin : begin + n] = own[path].reshape(-1)
+            ranks.assemble(flat, begin, n, what, root)
             values = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
             found[path] = values.copy_(flat.view(like.shape))
         return _filled(tree, self.whole.entry, found, self.name)
@@ -254,12 +268,13 @@ def _like(value: Any, items: Mapping[Any, Any]) -> Any:
 def _filled(tree: Any, like: Any, made: Mapping[Path, torch.Tensor], name: str) -> Any:
     """The entry with these leaves; tensors that are made of others are as those of `like`."""
     made_of = dict(_wrappers(like, ()))
+    firsts = {id(tensor): path for path, tensor in leaves(like)}
 
     def filled(value: Any) -> Any:
         if isinstance(value, _Hole):
             wrapper = made_of.get(value.path)
             if wrapper is not None:
-                inner = {path: made[(*value.path, *path)] for path, _ in leaves(wrapper)}
+                inner = {path: made[firsts[id(t)]] for path, t in leaves(wrapper)}
                 return with_leaves(wrapper, inner)
             if value.path not in made:
                 raise GeminiError(

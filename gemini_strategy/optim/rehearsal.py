@@ -74,6 +74,13 @@ class Rehearsed:
     block: int = 1
     writes_gradients: bool = False
 
+    def has_cuts_of(self, other: Rehearsed) -> bool:
+        """Whether pieces that the other allows are allowed here, too."""
+        if other.cut == "whole" or (self.cut, self.block) == (other.cut, other.block):
+            return True
+        is_flat = {self.cut, other.cut} <= {"element", "block"}
+        return is_flat and other.block % self.block == 0
+
 
 # ---- where a parameter may be cut ----
 

@@ -33,7 +33,13 @@ PRELOADED = (
     "helpers.warm",
     "helpers.huge_pages",
 )
-LARGE = ("lightning.pytorch", "pytorch_lightning", "transformers")  # where the tests have them
+LARGE = (  # where the tests have them
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "transformers",
+    "torchao.optim",
+    "bitsandbytes",
+)
 GROUP_TIMEOUT = 120.0  # of what the tests do not measure: the group's own start
 
 

@@ -11,11 +11,12 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemini_strategy as gs
 from gemini_strategy import GeminiError
@@ -416,6 +417,45 @@ def test_late_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = both(sgd, lambda run: run.steps(QUIET, QUIET, FIRES, QUIET, QUIET))
     assert seen.taken > 0
     assert chaos.faults() == (0, "")
+
+
+class _Doubling(TorchDispatchMode):
+    """Every sum under it is twice as large."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if "sub" in func.__name__ and isinstance(found, Tensor) else found
+
+
+class Looking(Counting):
+    """Says under what its step() runs."""
+
+    seen: ClassVar[list[tuple[int, bool]]] = []
+
+    def step(self, closure: Any = None) -> None:
+        is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+        self.seen.append((torch._C._len_torch_dispatch_stack(), is_excluded))
+        super().step(closure)
+
+
+def test_a_part_that_runs_inside_an_operation_is_apart_from_it() -> None:
+    """A weight is read where updates still wait: the operation excludes keys, and the program has a mode."""
+    plain, managed = Run(Looking, False), Run(Looking, True)
+    try:
+        for run in (plain, managed):
+            for _ in range(3):
+                run.backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            Looking.seen.clear()
+            with _Doubling():
+                for p in run.model.parameters():
+                    p.detach().clone()
+        assert Looking.seen
+        assert set(Looking.seen) == {(0, False)}
+        assert_same(managed.outcome(), plain.outcome())
+    finally:
+        managed.engine.close()
 
 
 def test_plans_know_how_fast_the_optimizer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
