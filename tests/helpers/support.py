@@ -193,6 +193,10 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
         "trainer": f"{_RUNNER}two_ranks_share_a_model_and_save_and_resume",
         "accelerate": f"{_RUNNER}two_ranks_share_a_model_and_save_and_resume",
     },
+    "two ranks save and resume an optimizer that is not Adam or AdamW": {
+        "plain": "unit/test_opaque_saving_ranks.py::"
+        "test_any_number_loads_what_any_other_has_saved[2-1-4-0]",
+    },
     "LoRA": {
         "plain": "unit/test_peft.py::test_training_has_the_bits_of_the_plain_run[LoRA-bf16-mixed]",
         "trainer": f"{_TRL}sft_with_adapters_that_it_adds_itself",

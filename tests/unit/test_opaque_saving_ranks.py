@@ -188,7 +188,7 @@ def check_chain(rank: int, size: int, source: str, target: str, names: tuple[str
 
 
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("sizes", [(2, 1, 4), (4, 3, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (4, 3, 2)], ids=["2-1-4", "4-3-2"])
 def test_any_number_loads_what_any_other_has_saved(
     sizes: tuple[int, ...], half: int, tmp_path: Path
 ) -> None:
