@@ -81,6 +81,8 @@ class Loop:
             except ImportError as error:
                 raise UnavailableError(f"Liger: {error}") from None
             _apply_liger_kernel_to_instance(model=model)
+            if "forward" not in vars(model):
+                raise UnavailableError(f"Liger has no kernels for {type(model).__name__}")
         return model
 
     def batches(self) -> Batches:

@@ -169,6 +169,8 @@ def test_runs_of_the_presets_have_names_and_others_are_refused() -> None:
             "gemini-best",
             "deepspeed-z3",
             "clip",
+            "fsdp2:adamw",
+            "resident:lamb",
         ),
         bench_sharded: ("zero3", "gemini", "fsdp2-auto", "gemini-best", "fsdp2@24GB"),
     }
@@ -177,7 +179,9 @@ def test_runs_of_the_presets_have_names_and_others_are_refused() -> None:
             for name in case.runs:
                 bench.parse_run(name)
         for name in names:
-            with pytest.raises(ValueError, match=r"there is no|a policy goes|policy '|a budget"):
+            with pytest.raises(
+                ValueError, match=r"there is no|a (policy|budget)|policy '|an optimizer"
+            ):
                 bench.parse_run(name)
 
 
