@@ -2,22 +2,24 @@
 
     python benchmarks/bench_offload.py --preset A [--only resident,gemini-auto-clip] [--out FILE]
 
-Each run is a process of its own. A run's name is SYSTEM[-POLICY][-clip]; the systems are
-  resident  no offload: bf16 weights, fp32 masters, torch's fused AdamW, all on the device
+Each run is a process of its own. A run's name is SYSTEM[-POLICY][-clip][:OPTIMIZER]; the systems are
+  resident  no offload, everything on the device: AdamW with bf16 weights and fp32 masters, torch's fused
   hybrid    no offload, HybridAdam's packed states (12 bytes per parameter); takes the place of
             "resident" where that does not fit
   gemini    under the budget, policy auto, cpu or cuda
   fsdp2     PyTorch's fully_shard with CPUOffloadPolicy and fused CPU AdamW, one rank, no budget
   deepspeed ZeRO-3 with parameters and optimizer on the CPU, where it is installed
   deepspeed-z2 ZeRO-2: the optimizer on the CPU, the weights on the device
-  torchao   its CPUOffloadOptimizer with torch's fused AdamW, where it is installed: the weights on
-            the device, bf16 weights and moments without masters, and no clipping
-and "-clip" clips the gradients' norm at --max-norm. Model, batches, activation checkpointing, AdamW's
-parameters and the first weights are the same in all of them.
+  torchao   its CPUOffloadOptimizer, with torch's fused AdamW or another's class, where it is installed: the
+            weights on the device, bf16 weights and moments without masters, and no clipping
+and "-clip" clips the gradients' norm at --max-norm. OPTIMIZER, of optimizers.py, is --optimizer's unless the
+name says it; hybrid, fsdp2 and deepspeed have AdamW. All but AdamW step the bf16 weights by their own step().
+Model, batches, activation checkpointing, the optimizer's parameters and the first weights are the same in all.
 
 One JSON line per run on standard output, appended to --out; a table at the end on standard error.
 Times are medians over the measured steps, seconds between events of the compute stream. Ratios are
-of tokens/s, to the run of the same command with the same clipping if there is one. "of bound" is
+of tokens/s, to the run of the same command, of --optimizer, with the same clipping if there is one. "bits" are
+those of the weights after the last step beside that resident run's (with AdamW, hybrid's). "of bound" is
 the step over the perfect-overlap bound that the engine computed, "of plan" over the time it foretold.
 Gemini's lines have "machine_rates", those that manage() took, and "host_is_slow", by Adam alone and
 beside copies against the reference host's; one line below the table says the same.
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +53,15 @@ from lines import (
     show_lines,
 )
 from measure import Peaks, host_used, open_driver_memory
+from optimizers import OPTIMIZERS
 from shapes import SHAPES
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the package of this tree, installed or not
 SYSTEMS = ("resident", "hybrid", "gemini", "fsdp2", "deepspeed", "deepspeed-z2", "torchao")
+CHANGED = ("model", "budget", "sequences", "length", "micro_batches", "optimizer", "liger")
 POLICIES = ("auto", "cpu", "cuda")
+ANY = ("resident", "gemini", "torchao")  # systems that take any optimizer
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Case:
     sequences: int = 16  # per micro-batch
     length: int = 1024
     micro_batches: int = 1
+    optimizer: str = "adamw"
+    liger: bool = False  # its kernels, of which one never makes the logits
 
 
 def _both(*names: str) -> tuple[str, ...]:
@@ -92,6 +100,24 @@ PRESETS = {
         sequences=8,
         micro_batches=4,
     ),
+    "llama-8b": Case(
+        "llama-8b: 8.0 G parameters, T = 8K, 24 GB, Liger, 8-bit AdamW",
+        "llama-8b",
+        (
+            *_both("resident", "gemini-auto"),
+            *("resident:bnb_paged_adamw8bit", "torchao:torchao_adamw8bit"),
+        ),
+        sequences=8,
+        optimizer="bnb_adamw8bit",
+        liger=True,
+    ),
+    "qwen-14b": Case(
+        "qwen-14b: 14.8 G parameters, T = 16K, 24 GB, Liger, 8-bit AdamW",
+        "qwen-14b",
+        _both("gemini-auto"),
+        optimizer="bnb_adamw8bit",
+        liger=True,
+    ),
     "full": Case(
         "full: 3.44 G parameters, T = 16K, everything fits",
         "opt-3.4b",
@@ -111,8 +137,12 @@ PRESETS = {
 
 
 def parse_run(name: str) -> dict[str, Any]:
-    """{"system", "policy", "clip"} of a run's name; ValueError says what is wrong with it."""
-    run = name.removesuffix("-clip")
+    """{"system", "policy", "clip", "own"} of a run's name; ValueError says what is wrong with it.
+
+    "own" is the optimizer, where --optimizer does not decide.
+    """
+    whole, _, own = name.partition(":")
+    run = whole.removesuffix("-clip")
     system, *rest = [run] if run in SYSTEMS else run.split("-", 1)
     if system not in SYSTEMS:
         raise ValueError(f"run {name!r}: there is no {system!r}; choose from {', '.join(SYSTEMS)}")
@@ -120,7 +150,16 @@ def parse_run(name: str) -> dict[str, Any]:
         raise ValueError(f"run {name!r}: a policy goes with gemini, as in gemini-auto")
     if rest and rest[0] not in POLICIES:
         raise ValueError(f"run {name!r}: policy {rest[0]!r}; choose from {', '.join(POLICIES)}")
-    return {"system": system, "policy": rest[0] if rest else None, "clip": run != name}
+    if whole != name and (system not in ANY or own not in OPTIMIZERS):
+        raise ValueError(
+            f"run {name!r}: an optimizer goes with {', '.join(ANY)}; choose from {', '.join(OPTIMIZERS)}"
+        )
+    return {
+        "system": system,
+        "policy": rest[0] if rest else None,
+        "clip": run != whole,
+        "own": own or None,
+    }
 
 
 def budget_bytes(text: str) -> int | None:
@@ -142,9 +181,14 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         sources["device"] = driver.used
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder, "result.json")
+        parsed = parse_run(name)
+        usual = case.optimizer if parsed["system"] in ANY else "adamw"
         spec = {
-            **parse_run(name),
             **asdict(case),
+            **parsed,
+            "optimizer": parsed["own"] or usual,
+            "bits": args.bits,
+            **({"settling": 0} if args.bits else {}),
             "device": args.device,
             "steps": args.steps,
             "warmup": args.warmup,
@@ -191,9 +235,9 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "offload",
         "case": args.preset,
         "name": name,
-        **{key: spec[key] for key in ("system", "policy", "clip", "model")},
+        **{key: spec[key] for key in ("system", "policy", "clip", "own", "optimizer", "model")},
         "max_norm": args.max_norm if spec["clip"] else None,
-        **{key: spec[key] for key in ("sequences", "length", "micro_batches")},
+        **{key: spec[key] for key in ("sequences", "length", "micro_batches", "liger")},
         "budget": case.budget if spec["system"] == "gemini" else None,
         "budget_bytes": budget_bytes(case.budget) if spec["system"] == "gemini" else None,
         "steps": args.steps,
@@ -203,6 +247,8 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "device_setup_peak_bytes": phases.get("setup"),
         "device_peak_source": source,
         "host_used_peak_bytes": peaks.above_start("host"),
+        "pinned_bytes": result.get("stats", {}).get("host_bytes")
+        or result.get("torch_pinned_peak_bytes"),
         "run_seconds": seconds,
         "command": command(args.out),
     }
@@ -211,16 +257,29 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
 # ---- all runs ---------------------------------------------------------------------------------
 
 
-def speed_of(lines: list[dict[str, Any]], systems: tuple[str, ...], clip: bool) -> float | None:
-    """Tokens/s of the first of `systems` that ran, with the same clipping if it ran so."""
+def base(
+    lines: list[dict[str, Any]], key: str, systems: tuple[str, ...], clip: bool
+) -> dict[str, Any]:
+    """The first of `systems` that ran with the command's optimizer and has `key`; clipped alike if it ran so."""
     for system in systems:
-        speeds = {
-            line["clip"]: line.get("tokens_per_s") for line in lines if line["system"] == system
-        }
-        speed = speeds.get(clip) or speeds.get(not clip)
-        if speed:
-            return speed
-    return None
+        found = [each for each in lines if each["system"] == system and not each["own"]]
+        found = [each for each in found if each.get(key)]
+        if found:
+            return max(found, key=lambda each: each["clip"] == clip)
+    return {}
+
+
+def compare_bits(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """The hashes of weights become a hash of all, and the names of those that the resident run has otherwise."""
+    systems = ("hybrid", "resident") if line["optimizer"] == "adamw" else ("resident",)
+    hashes = line.get("weight_hashes")
+    other = base(lines, "weight_hashes", systems, line["clip"]).get("weight_hashes")
+    if hashes:
+        line["weights_sha256"] = sha256("".join(hashes.values()).encode()).hexdigest()
+    if hashes and other:
+        line["differ"] = [name for name in other if hashes.get(name) != other[name]]
+        n = len(line["differ"])
+        line["bits"] = f"{n} of {len(other)} differ" if n else "equal"
 
 
 def add_ratios(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
@@ -228,8 +287,8 @@ def add_ratios(line: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     speed, clip = line.get("tokens_per_s"), line["clip"]
     bases = {"ratio_to_resident": ("resident", "hybrid"), "ratio_to_fsdp2": ("fsdp2",)}
     for key, systems in bases.items():
-        base = speed_of([*lines, line], systems, clip)
-        line[key] = speed / base if speed and base else None
+        other = base([*lines, line], "tokens_per_s", systems, clip)
+        line[key] = speed / other["tokens_per_s"] if speed and other else None
     compare_with_plan(line)
     line["budget_kept"] = None
     if line["budget_bytes"] and line["device_peak_bytes"]:
@@ -244,10 +303,12 @@ def run_all(case: Case, names: list[str], args: argparse.Namespace) -> list[dict
         print(f"{case.title}: {name}", file=sys.stderr, flush=True)
         line = run_one(name, case, args)
         add_ratios(line, lines)
+        compare_bits(line, lines)
         lines.append(line)
-        keep_line(line, args.out)
+        keep_line({key: line[key] for key in line if key != "weight_hashes"}, args.out)
         packed = name.replace("resident", "hybrid")
-        if line["system"] == "resident" and line.get("is_out_of_memory") and packed not in names:
+        is_too_large = line["system"] == "resident" and line.get("is_out_of_memory")
+        if is_too_large and line["optimizer"] == "adamw" and packed not in names:
             names.insert(names.index(name) + 1, packed)
     return lines
 
@@ -263,8 +324,12 @@ COLUMNS = (
     ("of bound", "of_bound", "{:.2f}".format),
     ("of plan", "of_predicted_step", "{:.2f}".format),
     ("device GB", "device_peak_bytes", gigabytes),
+    ("torch's GB", "torch_peak_bytes", gigabytes),
     ("host GB", "host_used_peak_bytes", gigabytes),
+    ("RSS GB", "host_peak_rss_bytes", gigabytes),
+    ("pinned GB", "pinned_bytes", gigabytes),
     ("loss", "loss", "{:.4f}".format),
+    ("bits", "bits", str),
 )
 
 
@@ -291,6 +356,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, help="tokens per sequence, instead of the preset's")
     parser.add_argument("--micro-batches", type=int, help="instead of the preset's")
     parser.add_argument("--model", choices=SHAPES, help="of shapes.py, instead of the preset's")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="instead of the preset's")
+    parser.add_argument(
+        "--liger", action=argparse.BooleanOptionalAction, help="Liger's kernels, or none of them"
+    )
+    parser.add_argument(
+        "--bits",
+        action="store_true",
+        help="deterministic kernels, as many steps in all runs (Gemini settles for no plan), and\n"
+        "weights hashed after the last",
+    )
     parser.add_argument(
         "--max-norm", type=float, default=1.0, help="where gradients are clipped (1.0)"
     )
@@ -305,11 +380,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs what was asked for; 1 if a run failed that this machine could have made."""
     args = parse_arguments()
-    changes = {
-        key: getattr(args, key)
-        for key in ("model", "budget", "sequences", "length", "micro_batches")
-        if getattr(args, key) is not None
-    }
+    changes = {key: getattr(args, key) for key in CHANGED if getattr(args, key) is not None}
     case = replace(PRESETS[args.preset], **changes)
     if changes:
         changed = ", ".join(f"{key} {value}" for key, value in changes.items())

@@ -1,13 +1,14 @@
 """The training loops that bench_offload.py compares, one process each: `loops.py run.json`.
 
-Every loop trains the same model from the same bf16 values on the same batches with AdamW on
-fp32-precision masters and bf16 compute weights; torchao's has no masters. They differ in who keeps
-what where, and in the rounding of the arithmetic; `arithmetic` in the result says which one it is.
+Every loop trains the same model from the same bf16 values on the same batches. AdamW has fp32-precision masters beside
+bf16 compute weights, but for torchao's; other optimizers step the bf16 weights. Loops differ in who keeps what where,
+and in the rounding of the arithmetic; `arithmetic` in the result says which one it is.
 The file named on the command line holds the run's specification; the result goes to the file that
 it names.
 """
 
 import gc
+import hashlib
 import json
 import math
 import os
@@ -25,12 +26,12 @@ from typing import Any
 import torch
 from measure import Clock, Peaks, environment
 from models import Batches, build_model
+from optimizers import ADAM, OPTIMIZERS
 from shapes import SHAPES
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this tree
 
-ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 MAX_NORM = 1.0  # unless the specification has another one
 MOST_WARMUP = 24  # steps until Gemini's plan stays, beyond the warm-up
 TIMELINE_STEPS = 2
@@ -49,6 +50,7 @@ class Loop:
     starts_on_device = True  # whether the model is built where it computes
     dtype = torch.bfloat16
     library: str | None = None  # that the loop needs and that may not be installed
+    has_weights = True  # whether the model's parameters are whole tensors
 
     @classmethod
     def check_available(cls, spec: dict[str, Any]) -> None:
@@ -62,6 +64,9 @@ class Loop:
 
     def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
         self.spec, self.device, self.clip = spec, device, spec["clip"]
+        self.optimizer = spec.get("optimizer", "adamw")
+        if self.optimizer != "adamw":
+            self.arithmetic = f"{self.optimizer} on bf16 weights, by its own step()"
         self.max_norm = spec.get("max_norm", MAX_NORM)
         self.model = self.build()
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -69,7 +74,16 @@ class Loop:
     def build(self) -> torch.nn.Module:
         """The model, before prepare()."""
         home = self.device if self.starts_on_device else torch.device("cpu")
-        return build_model(SHAPES[self.spec["model"]], home, self.device, self.dtype)
+        model = build_model(SHAPES[self.spec["model"]], home, self.device, self.dtype)
+        if self.spec.get("liger"):
+            try:
+                from liger_kernel.transformers import _apply_liger_kernel_to_instance
+            except ImportError as error:
+                raise UnavailableError(f"Liger: {error}") from None
+            _apply_liger_kernel_to_instance(model=model)
+            if "forward" not in vars(model):
+                raise UnavailableError(f"Liger has no kernels for {type(model).__name__}")
+        return model
 
     def batches(self) -> Batches:
         """What it is trained on."""
@@ -77,8 +91,16 @@ class Loop:
         size = spec["sequences"], spec["length"], spec["micro_batches"]
         return Batches(SHAPES[spec["model"]], *size, self.device)
 
+    def make_optimizers(self) -> list[Any]:
+        """Those of the specification, on the model's parameters."""
+        try:
+            return OPTIMIZERS[self.optimizer](self.model)
+        except ImportError as error:
+            raise UnavailableError(f"{self.optimizer}: {error}") from None
+
     def prepare(self) -> None:
-        """Makes the optimizer and whatever keeps the states."""
+        """Makes the optimizers and whatever keeps the states."""
+        self.optimizers = self.make_optimizers()
 
     def loss(self, ids: Tensor) -> Tensor:
         """The mean over one micro-batch's tokens, from the model's own labels."""
@@ -95,8 +117,20 @@ class Loop:
         """Clips if asked, updates, drops the gradients."""
         if self.clip:
             self.clip_gradients()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def weight_hashes(self) -> dict[str, str]:
+        """Of every parameter's bytes, by name."""
+        names = self.model.named_parameters() if self.has_weights else ()
+        return {
+            name: hashlib.sha256(
+                p.detach().to("cpu", copy=True).reshape(-1).view(torch.uint8).numpy()
+            ).hexdigest()
+            for name, p in names
+        }
 
     def still_changes(self) -> bool:
         """Whether the next steps are not yet as all later ones will be."""
@@ -111,15 +145,13 @@ class Loop:
         return {}
 
 
-class Resident(Loop):
-    """Everything on the device: fp32 masters, torch's fused AdamW, bf16 copies to compute with."""
+class Masters:
+    """torch's fused AdamW on fp32 copies of bf16 weights, slice by slice."""
 
-    arithmetic = "torch.optim.AdamW(fused) on fp32 masters, bf16 gradients widened slice by slice"
-
-    def prepare(self) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._slices: list[tuple[list[Tensor], list[Tensor], torch.optim.AdamW]] = []
         weights: list[Tensor] = []
-        for parameter in self.model.parameters():
+        for parameter in parameters:
             if weights and sum(w.numel() for w in weights) + parameter.numel() > SLICE_ELEMENTS:
                 self._add_slice(weights)
                 weights = []
@@ -130,17 +162,30 @@ class Resident(Loop):
         masters = [w.detach().float() for w in weights]
         self._slices.append((weights, masters, torch.optim.AdamW(masters, fused=True, **ADAM)))
 
-    def finish(self) -> None:
-        if self.clip:
-            self.clip_gradients()
-        with torch.no_grad():
-            for weights, masters, optimizer in self._slices:
-                for weight, master in zip(weights, masters, strict=True):
-                    master.grad = weight.grad.float()
-                    weight.grad = None
-                optimizer.step()
-                optimizer.zero_grad()
-                torch._foreach_copy_(weights, masters)
+    @torch.no_grad()
+    def step(self) -> None:
+        """Drops the gradients, too."""
+        for weights, masters, optimizer in self._slices:
+            for weight, master in zip(weights, masters, strict=True):
+                master.grad = weight.grad.float()
+                weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            torch._foreach_copy_(weights, masters)
+
+    def zero_grad(self) -> None:
+        """step() has done it."""
+
+
+class Resident(Loop):
+    """Everything on the device; with AdamW fp32 masters, and bf16 copies to compute with."""
+
+    arithmetic = "torch.optim.AdamW(fused) on fp32 masters, bf16 gradients widened slice by slice"
+
+    def make_optimizers(self) -> list[Any]:
+        if self.optimizer == "adamw":
+            return [Masters(self.model.parameters())]
+        return super().make_optimizers()
 
     def report(self) -> dict[str, Any]:
         return pass_memory(self)
@@ -155,10 +200,10 @@ class Hybrid(Loop):
         import gemini_strategy as gs
 
         gs.cast_model_(self.model, "bf16-true")
-        self._optimizer = gs.HybridAdam(self.model.parameters(), **ADAM)
+        self.optimizers = [gs.HybridAdam(self.model.parameters(), **ADAM)]
 
     def clip_gradients(self) -> None:
-        self._optimizer.clip_grad_norm_(self.max_norm)
+        self.optimizers[0].clip_grad_norm_(self.max_norm)
 
     report = Resident.report
 
@@ -172,10 +217,10 @@ class Gemini(Loop):
     def prepare(self) -> None:
         import gemini_strategy as gs
 
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), **ADAM)
+        self.optimizers = self.make_optimizers()
         self.engine = gs.manage(
             self.model,
-            self._optimizer,
+            self.optimizers,
             device_budget=self.spec["budget"],
             host_budget=self.spec.get("host_budget"),
             chunk_size=self.spec.get("chunk_size"),
@@ -189,6 +234,11 @@ class Gemini(Loop):
 
     def clip_gradients(self) -> None:
         self.engine.clip_grad_norm_(self.max_norm)
+
+    def weight_hashes(self) -> dict[str, str]:
+        # A pending step inside an operation on a weight: there torch.compile cannot compile it.
+        self.engine._runtime.core.catch_up()
+        return super().weight_hashes()
 
     def still_changes(self) -> bool:
         return bool(self.engine.stats()["settling"])
@@ -217,6 +267,7 @@ class FullyShard(Loop):
     """PyTorch's fully_shard per block and root, torch's fused AdamW."""
 
     dtype = torch.float32
+    has_weights = False
 
     def shard(self, blocks: Iterable[torch.nn.Module], n_ranks: int, **more: Any) -> None:
         """`more`: of fully_shard's options."""
@@ -236,7 +287,7 @@ class FullyShard(Loop):
 
     def make_optimizer(self) -> None:
         """On what fully_shard has made of the parameters."""
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAM)
+        self.optimizers = [torch.optim.AdamW(self.model.parameters(), fused=True, **ADAM)]
         if self.device.type == "cuda":  # what sharding took
             torch.cuda.empty_cache()
 
@@ -259,7 +310,8 @@ class FSDP2(FullyShard):
             world_size=1,
         )
         policy = CPUOffloadPolicy(pin_memory=on_gpu)
-        self.shard(self.model.model.decoder.layers, 1, offload_policy=policy)
+        blocks = next(m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList))
+        self.shard(blocks, 1, offload_policy=policy)
         self.make_optimizer()
 
     def report(self) -> dict[str, Any]:
@@ -276,6 +328,7 @@ class DeepSpeed(Loop):
     arithmetic = "DeepSpeedCPUAdam on fp32 masters, bf16 compute"
     starts_on_device = False
     library = "deepspeed"
+    has_weights = False
     stage = 3
 
     def prepare(self) -> None:
@@ -321,7 +374,7 @@ class DeepSpeedZ2(DeepSpeed):
 
 
 class TorchAO(Loop):
-    """The optimizer on the CPU by torchao, the weights on the device, bf16 throughout, as its documentation advises."""
+    """Any optimizer on the CPU by torchao, the weights on the device, bf16 throughout, as its documentation advises."""
 
     arithmetic = "torch.optim.AdamW(fused, CPU) on bf16 weights and moments, no masters"
     library = "torchao.optim"
@@ -337,13 +390,16 @@ class TorchAO(Loop):
     def prepare(self) -> None:
         from torchao.optim import CPUOffloadOptimizer
 
-        self._optimizer = CPUOffloadOptimizer(
+        (optimizer,) = self.make_optimizers()
+        more = {"fused": True} if self.optimizer == "adamw" else {}
+        offloaded = CPUOffloadOptimizer(
             self.model.parameters(),
-            torch.optim.AdamW,
+            type(optimizer),
             offload_gradients=self.spec["micro_batches"] == 1,  # else they do not accumulate
-            fused=True,
+            **more,
             **ADAM,
         )
+        self.optimizers = [offloaded]
 
 
 LOOPS: dict[str, type[Loop]] = {
@@ -515,6 +571,12 @@ def run(spec: dict[str, Any], table: dict[str, type[Loop]]) -> None:
 
     result: dict[str, Any] = {"available": True, "error": None}
     device = torch.device(spec["device"])
+    if spec.get("bits"):  # of attention's kernels flash alone is fused and repeats its bits
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
@@ -550,6 +612,8 @@ def run(spec: dict[str, Any], table: dict[str, type[Loop]]) -> None:
         training = Training(loop, device)
         result |= training.run(enter)
         result |= loop.report()
+        if spec.get("bits"):
+            result["weight_hashes"] = loop.weight_hashes()
         keep(spec, result | {"environment": environment(device)})  # should what follows not end
         result |= loop.watch(training.step)
     except UnavailableError as reason:

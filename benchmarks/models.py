@@ -1,13 +1,14 @@
-"""Models of the OPT and GPT-2 families by width and depth, random weights, and token data: no network needed.
+"""Models of the OPT, GPT-2, Llama and Qwen2 families by size, random weights, and token data: no network needed.
 
-Every run of a benchmark starts from the same bf16 values, whatever precision and device it keeps
-them in: they are drawn per parameter from a seed, on the GPU where there is one.
+Every run of a benchmark starts from the same bf16 values, whatever precision, device and sharding it keeps them in:
+each parameter's are drawn by themselves, from a seed and its name, on the device that computes.
 """
 
+import zlib
 from typing import Any
 
 import torch
-from shapes import Shape
+from shapes import LlamaShape, Shape
 from torch import Tensor, nn
 
 SEED = 20
@@ -15,22 +16,39 @@ _WAY = {"use_cache": False, "attn_implementation": "sdpa"}
 DISTINCT_BATCHES = 2  # few, so that the loss falls and a missing update shows in it
 
 
-def build_model(shape: Shape, home: torch.device, compute: torch.device, dtype: torch.dtype):
-    """A causal language model in training mode with activation checkpointing.
+def build_model(
+    shape: Shape | LlamaShape,
+    home: torch.device,
+    compute: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool = True,
+):
+    """A causal language model in training mode.
 
     Args:
         shape: its size.
         home: where the parameters lie; on the meta device they have no values.
         compute: where their values are drawn.
         dtype: what they are kept in; the values are those of bf16.
+        checkpointing: of each block's activations.
     """
+    kinds = {"opt": _opt, "gpt2": _gpt2}
     with torch.device("meta"):
-        model = _gpt2(shape) if shape.family == "gpt2" else _opt(shape)
-    model.to(dtype).to_empty(device=home)
+        model = kinds.get(shape.family, _llama)(shape)
+        for parameter in model.parameters():  # not the rotary frequencies, as from_pretrained()
+            parameter.data = parameter.data.to(dtype)
     model.tie_weights()
     if home.type != "meta":
-        draw_values(model, compute)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.to_empty(device=home)
+        model.tie_weights()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(draw(name, parameter.shape, compute))
+            fill_buffers(model)
+        if compute.type == "cuda":
+            torch.cuda.empty_cache()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
@@ -70,21 +88,37 @@ def _gpt2(shape: Shape) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def draw_values(model: nn.Module, compute: torch.device) -> None:
-    """The same values on every device, rounded to bf16."""
-    generator = torch.Generator(compute).manual_seed(SEED)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.weight.fill_(1.0)
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=compute)
-                parameter.copy_(values.normal_(0.0, 0.02, generator=generator))
-            elif name.endswith("bias"):
-                parameter.zero_()
-    if compute.type == "cuda":
-        torch.cuda.empty_cache()
+def _llama(shape: LlamaShape) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        shape.family,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        intermediate_size=shape.feed_forward,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def draw(name: str, shape: torch.Size, device: torch.device) -> Tensor:
+    """First values of a parameter, bf16."""
+    values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if len(shape) == 1:  # of a norm, or a bias
+        return values.fill_(0.0 if name.endswith("bias") else 1.0)
+    generator = torch.Generator(device).manual_seed(SEED + zlib.crc32(name.encode()))
+    return values.normal_(0.0, 0.02, generator=generator)
+
+
+def fill_buffers(model: nn.Module) -> None:
+    """Of modules without parameters: those are computed, as rotary frequencies are."""
+    for module in model.modules():
+        if dict(module.named_buffers(recurse=False)) and not dict(module.named_parameters()):
+            model._init_weights(module)
 
 
 class Batches:

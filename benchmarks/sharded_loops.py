@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llama import LLAMAS, LlamaShape, draw_on_demand, fill_sharded, meta_llama
+from first_values import draw_on_demand, fill_sharded
 from loops import TIMELINE_STEPS, FullyShard, Gemini, Loop, end, keep, run, say_phase
 from measure import environment
 from models import Batches, build_model
@@ -40,15 +40,13 @@ class Ranked(Loop):
     def build(self) -> torch.nn.Module:
         spec = self.spec
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.shape = LLAMAS.get(spec["model"]) or SHAPES[spec["model"]]
-        if isinstance(self.shape, LlamaShape):
-            return meta_llama(self.shape, spec["length"], spec["checkpointing"], self.dtype)
-        return build_model(self.shape, torch.device("meta"), self.device, self.dtype)
+        home, checkpointing = torch.device("meta"), spec["checkpointing"]
+        return build_model(SHAPES[spec["model"]], home, self.device, self.dtype, checkpointing)
 
     def batches(self) -> Batches:
         spec = self.spec
         size = spec["sequences"], spec["length"], spec["micro_batches"]
-        return Batches(self.shape, *size, self.device, self.rank)
+        return Batches(SHAPES[spec["model"]], *size, self.device, self.rank)
 
     def is_any(self, here: bool) -> bool:
         """Whether it is so on any rank; over gloo, on the host."""

@@ -343,11 +343,13 @@ def test_adapters_beside_a_run_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_of_eight_billion_parameters_on_four_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a run that is kept: 72 GB for each rank, 4,096 tokens, clipped."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from llama import LLAMAS, meta_llama
+    from models import build_model
+    from shapes import SHAPES
 
     lines = (ROOT / "benchmarks/results/sharded_h200.jsonl").read_text().splitlines()
     run = next(r for r in map(json.loads, lines) if r["name"] == "gemini-auto@72GB")
-    model = meta_llama(LLAMAS[run["model"]], run["length"], False, torch.bfloat16)
+    meta = torch.device("meta")
+    model = build_model(SHAPES[run["model"]], meta, meta, torch.bfloat16, checkpointing=False)
     ids = torch.empty((1, run["length"]), dtype=torch.long, device="meta")
     result = gs.estimate(
         model,
