@@ -339,6 +339,8 @@ class OpaqueOptimizer(OpaqueEntries):
     ) -> bool:
         """A part of the coming step; whether it can be kept."""
         begun = self._ahead.own
+        if begun is None or self._copies.any():  # a program may write counters, the very tensors
+            return False
         try:
             stays = {slot: self._paths_here(slot) for slot in grads}
             entries = {
@@ -347,8 +349,6 @@ class OpaqueOptimizer(OpaqueEntries):
                 if slot in self._entries
             }
         except Exception:  # an object that cannot be copied
-            return False
-        if begun is None:
             return False
         ended, found = self._stepped(groups, begun, entries)
         for slot, (grad, version) in grads.items():

@@ -109,10 +109,10 @@ def _reference(name: str, dtype: torch.dtype, clip: float | None) -> dict[Any, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("how", ["deferred", "immediate", "clipped"])
+@pytest.mark.parametrize("how", ["deferred", "immediate", "clipped", "speculated"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bits_and_peak(name: str, how: str, dtype: torch.dtype) -> None:
-    clip = 1e-3 if how == "clipped" else None
+    clip = {"clipped": 1e-3, "speculated": 1e3}.get(how)  # which never fires
     want = _reference(name, dtype, clip)
     for policy, share in (("auto", 0.6), ("cpu", 0.4), ("cuda", None)):
         _release()
@@ -138,6 +138,9 @@ def test_bits_and_peak(name: str, how: str, dtype: torch.dtype) -> None:
                 optimizer.zero_grad()
             torch.cuda.synchronize()
         stats = engine.stats()
+        if how == "speculated" and policy == "cpu":  # nothing is resident
+            assert stats["taken_updates"] > 0
+            assert stats["redone_updates"] == 0
         engine.close()
         found = _states(model, optimizer)
         assert found.keys() == want.keys()
