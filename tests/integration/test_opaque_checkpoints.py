@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from gemini_strategy.huggingface import GeminiTrainer
 from gemini_strategy.lightning import GeminiStrategy
+from helpers.ranks import run_ranks, values
 from helpers.reference import bits
+from lightning_case import ranked_trainer
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
@@ -93,6 +95,35 @@ def test_lightning_resumes_from_folders(name: str, precision: str, tmp_path: Pat
     assert saved.is_dir()
     other = GeminiStrategy(placement_policy="cpu")
     assert _fit(name, tmp_path / "again", other, precision, saved) == want
+
+
+def _of_ranks(
+    rank: int, size: int, name: str, epochs: int, resumed: str | None, folder: str, how: Any
+) -> Any:
+    """What all ranks have in the end, saved in `folder`, too."""
+    strategy = GeminiStrategy(state_dict_type="sharded", **how)
+    trainer = ranked_trainer(rank, size, strategy=strategy, max_epochs=epochs)
+    trainer.fit(Module(name), DataLoader(DATA, batch_size=4), ckpt_path=resumed)
+    trainer.save_checkpoint(Path(folder) / f"{epochs}.ckpt")
+    strategy.state_dict_type = "full"  # to look at
+    weights = trainer.strategy.lightning_module_state_dict()
+    return [_flat(weights), _flat(trainer.strategy.optimizer_state(trainer.optimizers[0]))]
+
+
+@each
+def test_lightning_resumes_where_ranks_have_parts(name: str, tmp_path: Path) -> None:
+    """On as many ranks, with another budget, to the bit of the run that was not interrupted; and one finds the same."""
+    folder, other = str(tmp_path), {"placement_policy": "cpu", "chunk_size": 4096}
+    places = [tmp_path / which for which in ("want", "then", "again")]
+    for place in places:
+        place.mkdir()
+    want = values(run_ranks(2, places[0], _of_ranks, name, 3, None, folder, {}))[0]
+    then = values(run_ranks(2, places[1], _of_ranks, name, 2, None, folder, {}))[0]
+    saved = str(tmp_path / "2.ckpt")
+    assert Path(saved).is_dir()
+    again = values(run_ranks(2, places[2], _of_ranks, name, 3, saved, folder, other))[0]
+    assert again == want != then
+    assert _of_ranks(0, 1, name, 2, saved, folder, other) == then
 
 
 def _train(folder: Path, resumed: bool, bf16: bool, **how: Any) -> list[Any]:
