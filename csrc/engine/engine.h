@@ -34,8 +34,6 @@ typedef struct gm_engine_param {
     uint64_t cut;          /* where ranks may have parts of it: gm_param_spec */
 } gm_engine_param;
 
-/* One opaque update (opaque.c): of these parameters of a chunk, whose weights, states and gradients
- * are at their addresses on the device until it returns. */
 /* STEP makes an update.  AHEAD makes one that the coming step may be, in the same place, and what
  * the function itself keeps of it changes only with TAKE, which says that the step was that one. */
 typedef enum gm_opaque_how { GM_OPAQUE_STEP, GM_OPAQUE_AHEAD, GM_OPAQUE_TAKE } gm_opaque_how;
@@ -47,6 +45,8 @@ typedef enum gm_opaque_when {
     GM_OPAQUE_SPECULATED
 } gm_opaque_when;
 
+/* One opaque update (opaque.c): of these parameters of a chunk, whose weights, states and gradients
+ * are at their addresses on the device until it returns. */
 typedef struct gm_opaque_call {
     gm_opaque_how how;
     uint32_t chunk, n_params;

@@ -20,9 +20,9 @@
  *      What it has written there goes to the spares, and is off the device before the call ends:
  *      nothing else reads it there.
  *
- * The host may wait in: gm_room_pin, for room; gm_opaque_wait; call, for the first updates, which
- * are timed while there is no plan; on devices whose streams the
- * function knows nothing of (the host), for the chunk's copies. */
+ * The host may wait in: gm_room_pin, for room; gm_opaque_wait; timed_call, for the first updates,
+ * while there is no plan; on devices whose streams the function knows nothing of (the host), for
+ * the chunk's copies. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -248,7 +248,8 @@ static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *ta
     const gm_device_ops *ops = engine->device->ops;
     gm_opaques *o = &engine->opaque;
     double seconds = 0, n = 0;
-    if (engine->room.plan || how != GM_OPAQUE_STEP || o->n_timed == GM_OPAQUE_TIMED) {
+    if (engine->room.plan || !engine->inputs.is_tuned || how != GM_OPAQUE_STEP ||
+        o->n_timed == GM_OPAQUE_TIMED) {
         return call(engine, chunk, task, how, wrote_grads);
     }
     GM_TRY(ops->event_record(engine->device, o->began, engine->update.stream));
@@ -382,7 +383,7 @@ gm_status gm_opaque_speculate(gm_engine *engine, uint32_t chunk, const gm_task *
 
 gm_status gm_opaque_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
-    bool wrote_grads;
+    bool wrote_grads = false;
     GM_ASSERT(task->factor == GM_FACTOR_KNOWN);
     return call(engine, chunk, task, GM_OPAQUE_TAKE, &wrote_grads);
 }

@@ -6,7 +6,8 @@
  * the new weights and states go to a spare beside their home (chunk.h).  Nothing that anybody sees
  * changes.  The step prepares its tasks as always.  When a chunk's task is to be issued, and a
  * result is there that was made of the very same inputs, home and spare change places; else the
- * task runs, on weights, states and gradient that nobody has touched.
+ * task runs, on weights, states and gradient that nobody has touched.  An opaque update is made in
+ * place, and taken back to the spare (opaque.c, 6).
  *
  *             announced: numbers for all              its gradient is complete
  *     NONE ----------------------------> NUMBERED ----------------------------> MADE
@@ -18,7 +19,7 @@
  *      the same scalars (learning rate, step, decay, clip factor: everything that Adam gets), and
  *      weights, states and gradient of the same versions (chunk.h), which every write changes,
  *      whoever makes it.  There is no other way to a result, and no list of what would make it
- *      wrong.
+ *      wrong; but what an opaque update reads beside them its caller tells by other scalars.
  *   2. Until it is taken a result is in no piece: readers, checkpoints and errors in between find
  *      the last step's bytes.  Taking it is issuing the pending update: whoever needs the bytes
  *      does that first (update.c, 1).

@@ -16,7 +16,8 @@
  *   3. A task whose factor the host has not seen (GM_FACTOR_LATE) reads it when it runs, behind the
  *      clip's fence, and only there: what speculation has made is taken as if no clip fired, and a
  *      call behind it steps again, from the old homes, which are the spares now, to the new ones,
- *      if one did.  Whoever uses the new homes comes behind that call.
+ *      if one did.  Whoever uses the new homes comes behind that call.  Of an opaque update the
+ *      host waits for the factor instead.
  *   4. Immediate updates: a chunk that was updated inside a backward is not used again by that
  *      backward; it would see new weights where the gradient of the old ones is meant.  If it
  *      happens the engine dies with that text.

@@ -22,7 +22,7 @@
 static const bool may_move[N_STATES][N_STATES] = {
     [HOME] = {[CLEAN] = true, [DIRTY] = true}, /* HOME -> DIRTY: claimed, or without a home */
     [CLEAN] = {[HOME] = true, [DIRTY] = true},
-    [DIRTY] = {[CLEAN] = true, [HOME] = true}, /* DIRTY -> HOME: discarded */
+    [DIRTY] = {[CLEAN] = true, [HOME] = true}, /* DIRTY -> HOME: discarded, or rolled back */
 };
 
 void gm_piece_move(piece *p, piece_state to)

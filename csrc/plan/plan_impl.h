@@ -134,10 +134,8 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
                           gm_schedule *out);
 void gm_schedule_free(gm_schedule *schedule);
 
-/* time.c: predicts the step; fills the seconds and bytes of plan->info. */
+/* time.c: predicts the step; fills plan->info, by bound.c. */
 gm_status gm_plan_time(const gm_problem *problem, gm_plan *plan);
-
-/* bound.c: fills these from what the two parts of a step ask for and from its prediction. */
 typedef struct gm_load { /* what a part of a step asks of each resource */
     double compute, in, out, host, comm;
 } gm_load;

@@ -299,10 +299,12 @@ static void update_on_device(gm_replay *r, uint32_t c)
     }
 }
 
-/* In place, and from there to the spares: nothing of it stays on the device. */
+/* In place, with all at home as well, and from there to the spares: nothing of it stays on the
+ * device. */
 static void speculate_in_place(gm_replay *r, uint32_t c, double seconds)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
+    grad_out(r, c);
     fetch(r, c);
     w->filled = g->used = pass_states(r, c, seconds, true);
     gm_sim_wait(&r->sim, w->filled);

@@ -10,30 +10,60 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from gemini_strategy.optim import parts
-from gemini_strategy.optim.chunk_tensors import copied
 from gemini_strategy.optim.opaque import Path, leaves, with_leaves
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a part reads besides weights, gradients, states and the options of its group."""
+class Setting(NamedTuple):
+    """What parts of a step read besides weights, gradients and states, as it is when the step begins.
 
-    attributes: Mapping[str, Any]
+    Attributes:
+        own: groups and attributes of the optimizer.
+        marks: what the program has set on parameters.
+        overrides: settings of single parameters (overrides.py).
+        autocast: of the thread that steps.
+        shared: versions of tensors that are too large for a copy.
+    """
+
+    own: parts.Own
+    marks: dict[Any, Any]
     overrides: Mapping[Any, Any]
     autocast: tuple[bool, torch.dtype]
+    shared: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        marks: dict[Any, Any],
+        overrides: Mapping[Any, Any],
+        autocast: tuple[bool, torch.dtype],
+    ) -> Setting:
+        """Copies: what a program writes in place is not theirs. `marks` are copies."""
+        own = parts.Own.of(optimizer).copied(optimizer, optimizer)
+        large = [each for each in parts.reach(own.attributes, optimizer) if _is_large(each)]
+        shared = tuple((id(tensor), tensor._version) for tensor in large)
+        return cls(own, marks, overrides, autocast, shared)
 
     def is_as(self, other: Setting) -> bool:
-        mine, its = ([each.attributes, each.overrides] for each in (self, other))
-        return self.autocast == other.autocast and parts.difference(mine, its, "") is None
+        """But for options, which numbers tell."""
+        mine, its = (
+            [each.own.attributes, each.marks, each.overrides, each.autocast, each.shared]
+            for each in (self, other)
+        )
+        return parts.difference(mine, its, "") is None
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > parts.MOST_COPIED
 
 
 class Ahead:
@@ -43,31 +73,28 @@ class Ahead:
         renumber: from now on no step has numbers that one has had before.
 
     Attributes:
-        own: values of groups and attributes that parts begin with; None: none may run.
+        setting: what parts begin with; None: none may run.
     """
 
     def __init__(self, renumber: Callable[[], None]) -> None:
-        self.own: parts.Own | None = None
+        self.setting: Setting | None = None
         self._renumber = renumber
-        self._setting: Setting | None = None
         self._made: dict[Slot, dict[Any, Any] | None] = {}
 
-    def begin(self, own: parts.Own, setting: Setting) -> None:
-        """A step is announced, with these values."""
+    def begin(self, setting: Setting) -> None:
+        """A step is announced."""
         self.check(setting)
-        options = [{k: copied(v) for k, v in group.items()} for group in own.options]
-        self.own, self._setting = parts.Own(own.attributes, options), setting
+        self.setting = setting
 
     def check(self, setting: Setting) -> None:
         """The step comes, or another announcement."""
-        if self._made and not (self._setting and self._setting.is_as(setting)):
+        if self.setting is not None and not self.setting.is_as(setting):
             self.forget()
 
     def forget(self) -> None:
-        """No part is taken any more."""
-        if self._made:
-            self._made = {}
-            self._renumber()
+        """No part of a step that is still to come is taken, and none is made until the next announcement."""
+        self.setting = None
+        self._renumber()
 
     def keep(self, slots: Iterable[Slot], entries: Mapping[Slot, dict[Any, Any]]) -> None:
         """The entries that a part of these parameters has made; some have none."""
@@ -85,9 +112,16 @@ def entry_apart(entry: Mapping[Any, Any], stays: set[Path]) -> dict[Any, Any]:
     Raises:
         Exception: of its objects one cannot be copied; their classes say so in many ways.
     """
-    apart = {path: t if path in stays else t.clone() for path, t in leaves(entry)}
+    apart = {path: t if path in stays else _clone(t) for path, t in leaves(entry)}
     made = with_leaves(dict(entry), apart)
     return copy.deepcopy(made, {id(t): t for t in _tensors(made)})  # containers and objects, too
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    """The caching allocator gives the bytes of the original, which may go now, to nobody before it is copied."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor.clone()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

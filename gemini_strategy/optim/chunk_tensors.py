@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gemini_strategy import _torch
+from gemini_strategy.optim import parts
 from gemini_strategy.optim.opaque import Leaf
 from gemini_strategy.optim.opaque_parts import Part
 
@@ -52,13 +53,14 @@ class StandIn:
         self.parameter = nn.Parameter(self.weight)
         self.original = slot.parameter
 
-    def open(self, scale: torch.Tensor | float) -> torch.Tensor:
-        """Gives the parameter its values, its attributes and its gradient; gives that."""
+    def open(self, scale: torch.Tensor | float, marks: Mapping[str, Any]) -> torch.Tensor:
+        """Gives the parameter its values, these attributes and its gradient; gives that."""
+        self._marks = marks
         if self.low is not None:
             self.parameter.data = self._master()
-        for name in _attributes(self.parameter):
+        for name in marks_of(self.parameter):
             del vars(self.parameter)[name]
-        vars(self.parameter).update(_attributes(self.original))
+        vars(self.parameter).update(copy_of_marks(marks))
         grad = self.grad.to(self.parameter.dtype)
         if isinstance(
             scale, torch.Tensor
@@ -69,21 +71,23 @@ class StandIn:
         self.parameter.grad = grad
         return grad
 
-    def has_attributes(self) -> bool:
-        """Whether what the program has set on the parameter is what it was."""
-        left, before = _attributes(self.parameter), _attributes(self.original)
-        return left.keys() == before.keys() and all(left[name] is before[name] for name in left)
+    def has_marks(self) -> bool:
+        """Whether the attributes are what they were."""
+        return parts.difference(marks_of(self.parameter), dict(self._marks), "") is None
 
     def close(self, is_ahead: bool = False) -> None:
         """The values have become others, and attributes may have: of a step, the program's, too."""
         self.parameter.grad = None
-        left, before = _attributes(self.parameter), _attributes(self.original)
+        left, before = marks_of(self.parameter), self._marks
         left = before if is_ahead else left
         for name in before.keys() - left.keys():
-            del vars(self.original)[name]
-        vars(self.original).update(
-            {name: self.apart(v) for name, v in left.items() if v is not before.get(name)}
-        )
+            vars(self.original).pop(name, None)
+        changed = {
+            name: self.apart(value)
+            for name, value in left.items()
+            if name not in before or parts.difference(value, before[name], "") is not None
+        }
+        vars(self.original).update(changed)
         if self.low is None:
             return
         master = self.parameter.data
@@ -112,9 +116,16 @@ class StandIn:
         return (bits + self.low).view(torch.float32)
 
 
-def _attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    """What programs have set on it."""
+def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Attributes that programs have set on it."""
     return {k: v for k, v in vars(parameter).items() if not k.startswith("_gm")}
+
+
+def copy_of_marks(marks: Mapping[str, Any]) -> dict[str, Any]:
+    """What of them may be written in place is copied, but for objects of classes."""
+    kinds = (list, dict, set, torch.Tensor)
+    own = {name: value for name, value in marks.items() if isinstance(value, kinds)}
+    return {**marks, **parts.copies([own], None, None)[0]} if own else dict(marks)
 
 
 @functools.cache

@@ -29,8 +29,10 @@ from gemini_strategy.optim import overrides, parts, rehearsal
 from gemini_strategy.optim.ahead import Setting, entry_apart
 from gemini_strategy.optim.chunk_tensors import (
     copied,
+    copy_of_marks,
     in_plain_torch,
     is_equal,
+    marks_of,
     on_stream,
     tensor_at,
 )
@@ -83,7 +85,7 @@ class OpaqueOptimizer(OpaqueEntries):
         self._dropped: list[Slot] = []
         self._recipes: dict[int, tuple[int, dict[str, Any]]] = {}  # of each group, the last
         self._numbers = itertools.count(1)
-        self._start: parts.Own | None = None
+        self._start: Setting | None = None
         self._end: parts.Own | None = None
         self._autocast = (False, torch.bfloat16)  # of who steps: a part may run inside a forward's
         self.written: set[str] = set()  # attributes of the optimizer that its step() changes
@@ -143,7 +145,7 @@ class OpaqueOptimizer(OpaqueEntries):
         optimizer: Any = self._optimizer()
         now = {k: v for k, v in optimizer.param_groups[number].items() if k not in _NAMES}
         if self._end is not None and is_equal(now, self._end.options[number]):
-            now = self._start.options[number]  # the step that runs has written the others
+            now = self._start.own.options[number]  # the step that runs has written the others
         recipe, values = self._recipes.get(number, (0, None))
         if values is None or not is_equal(values, now):
             recipe = next(self._numbers)
@@ -180,25 +182,26 @@ class OpaqueOptimizer(OpaqueEntries):
         runtime: Any = self._runtime()
         self._settings = overrides.settings_of(optimizer)
         self._regroup(optimizer)
-        own = parts.Own.of(optimizer)
-        options = [{k: copied(v) for k, v in group.items()} for group in own.options]
-        self._start, self._end = parts.Own(own.attributes, options), None
         kind = runtime.device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._ahead.check(Setting(own.attributes, self._settings, self._autocast))
+        self._start, self._end = self._setting(optimizer), None
+        self._ahead.check(self._start)
+
+    def _setting(self, optimizer: Any) -> Setting:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        marks = {id(p): copy_of_marks(marks_of(p)) for p in every if marks_of(p)}
+        return Setting.of(optimizer, marks, self._settings, self._autocast)
 
     def announce(self) -> bool:
         """Parts of the coming step may run before it, with the groups of now; False: they may not."""
+        self._issue()  # what the last one has made ahead is taken first
         optimizer: Any = self._optimizer()
-        groups = sorts_of(optimizer), _group_of(optimizer)
-        settings = overrides.settings_of(optimizer)
-        if self._copies.any() or (groups, settings) != (
-            (self._sorts, self._group_of),
-            self._settings,
-        ):
+        now = sorts_of(optimizer), _group_of(optimizer), overrides.settings_of(optimizer)
+        writes = self._rehearsed.writes_itself or self._rehearsed.writes_gradients
+        # A counter that a program has is the very tensor.
+        if writes or self._copies.any() or now != (self._sorts, self._group_of, self._settings):
             return False
-        own = parts.Own.of(optimizer)
-        self._ahead.begin(own, Setting(own.attributes, settings, self._autocast))
+        self._ahead.begin(self._setting(optimizer))
         return True
 
     def _regroup(self, optimizer: Any) -> None:
@@ -246,8 +249,8 @@ class OpaqueOptimizer(OpaqueEntries):
         slots = [runtime.slots_by_id[i] for i in ids]
         self._stream = stream
         if how == How.TAKE:
-            assert self._ahead.own is not None
-            self._commit(self._optimizer(), self._ahead.own)
+            assert self._start is not None
+            self._commit(self._optimizer(), self._start.own)
             self._entries.update(self._ahead.take(slots))
             return False
         try:
@@ -266,6 +269,8 @@ class OpaqueOptimizer(OpaqueEntries):
                     factor = tensor_at(late_scale, (), (), torch.float32, runtime.device)
                 return self._run(slots, factor, is_ahead=how == How.AHEAD)
         except BaseException as error:
+            if how == How.AHEAD and isinstance(error, Exception):
+                return True  # the step says it, if it comes
             self.error = error
             runtime.ranks.abort(f"the optimizer's step(): {type(error).__name__}: {error}")
             raise
@@ -298,12 +303,16 @@ class OpaqueOptimizer(OpaqueEntries):
         for slot in slots:
             groups.setdefault(self._group_of[id(slot.parameter)], []).append(slot)
         opened = {slot: self._stand_in(slot) for slot in slots}
-        grads = {
-            slot: (grad, grad._version) for slot in slots for grad in [opened[slot].open(factor)]
-        }
+        setting = self._ahead.setting if is_ahead else self._start
+        if setting is None:
+            return True
+        grads = {}
+        for slot in slots:
+            grad = opened[slot].open(factor, setting.marks.get(id(slot.parameter), {}))
+            grads[slot] = grad, grad._version
         try:
             if is_ahead:
-                return not self._step_ahead(groups, grads)
+                return not self._step_ahead(groups, grads, setting)
             self._step(groups)
             wrote = [self._follow(slot, *grads[slot]) for slot in slots]
         finally:
@@ -330,33 +339,29 @@ class OpaqueOptimizer(OpaqueEntries):
     def _step(self, groups: Mapping[int, list[Slot]]) -> None:
         """A part of the step."""
         assert self._start is not None
-        ended, found = self._stepped(groups, self._start, self._entries)
+        ended, found = self._stepped(groups, self._start.own, self._entries)
         self._commit(self._optimizer(), ended)
         self._entries.update(found)
 
     def _step_ahead(
-        self, groups: Mapping[int, list[Slot]], grads: Mapping[Slot, tuple[torch.Tensor, int]]
+        self,
+        groups: Mapping[int, list[Slot]],
+        grads: Mapping[Slot, tuple[torch.Tensor, int]],
+        setting: Setting,
     ) -> bool:
         """A part of the coming step; whether it can be kept."""
-        begun = self._ahead.own
-        if begun is None or self._copies.any():  # a program may write counters, the very tensors
-            return False
-        try:
-            stays = {slot: self._paths_here(slot) for slot in grads}
-            entries = {
-                slot: entry_apart(self._entries[slot], stays[slot])
-                for slot in grads
-                if slot in self._entries
-            }
-        except Exception:  # an object that cannot be copied
-            return False
-        ended, found = self._stepped(groups, begun, entries)
+        entries = {
+            slot: entry_apart(self._entries[slot], self._paths_here(slot))
+            for slot in grads
+            if slot in self._entries
+        }
+        ended, found = self._stepped(groups, setting.own, entries)
         for slot, (grad, version) in grads.items():
             stand_in = self._stand_in(slot)
             left = stand_in.parameter.grad
-            if left is not grad or left._version != version or not stand_in.has_attributes():
+            if left is not grad or left._version != version or not stand_in.has_marks():
                 return False
-        if begun.difference(ended) is not None or not found.keys() >= entries.keys():
+        if setting.own.difference(ended) is not None or not found.keys() >= entries.keys():
             return False
         self._ahead.keep(grads, found)
         return True
@@ -368,8 +373,7 @@ class OpaqueOptimizer(OpaqueEntries):
         optimizer: Any = self._optimizer()
         state: defaultdict[Any, Any] = defaultdict(dict)
         inner = parts.stand_in(optimizer, [], state, self.kind)
-        if self._rehearsed.writes_itself:
-            own = own.copied(optimizer, inner)
+        own = own.copied(optimizer, inner)
         params = [
             [self._stand_in(slot).parameter for slot in groups.get(number, ())]
             for number in range(len(own.options))
@@ -398,10 +402,10 @@ class OpaqueOptimizer(OpaqueEntries):
         if self._end is None:
             self._end = ended
             assert self._start is not None
-            if self._start.difference(ended) is None:
+            if self._start.own.difference(ended) is None:
                 return  # its tensors, which are copies, would be the groups' own
             if self._rehearsed.writes_itself:
-                self.written |= self._start.changed(ended)
+                self.written |= self._start.own.changed(ended)
             ended.put(optimizer)
             return
         found = self._end.difference(ended)

@@ -69,10 +69,19 @@ class _Entry(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-def _is_shared(reference: weakref.ref[torch.Tensor]) -> bool:
-    """Whether there is more that has the tensor than the optimizer's entry, this function and the call in it."""
+def _references(reference: weakref.ref[torch.Tensor]) -> int:
+    """To a tensor, those of this function and of its call included, which differ with Python's version."""
     tensor = reference()
-    return tensor is not None and sys.getrefcount(tensor) > 3
+    return 0 if tensor is None else sys.getrefcount(tensor)
+
+
+_entry = {"one": torch.empty(0)}
+_MOST_OWN = _references(weakref.ref(_entry["one"]))  # of a tensor that an entry alone has
+
+
+def _is_shared(reference: weakref.ref[torch.Tensor]) -> bool:
+    """Whether there is more that has the tensor than the optimizer's entry."""
+    return _references(reference) > _MOST_OWN
 
 
 class _Copy:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from gemini_strategy import _torch
@@ -29,7 +30,7 @@ States = Mapping[torch.Tensor, Any]
 _ANEW = ("state", "param_groups", "step")  # "step": an LR scheduler's around the class's own
 _RUNS_HOOKS = Optimizer.profile_hook_step(len).__code__  # type: ignore[attr-defined]
 # Elements of a tensor that an optimizer has as an attribute; copies share larger ones.
-_MOST_COPIED = 1 << 16
+MOST_COPIED = 1 << 16
 
 
 def stand_in(
@@ -103,21 +104,8 @@ class Own:
 
     def copied(self, owner: Optimizer, target: Optimizer) -> Own:
         """For `target`, which stands where they had `owner`. What cannot be copied, and large tensors, are shared."""
-        memo: dict[int, Any] = {id(owner): target}
-        for value in reach([self.attributes, self.options], owner):
-            is_large = isinstance(value, torch.Tensor) and value.numel() > _MOST_COPIED
-            if is_large or overrides.is_manager(value):
-                memo[id(value)] = value
-        made = Own({}, [{} for _ in self.options])
-        for one, other in zip(
-            [self.attributes, *self.options], [made.attributes, *made.options], strict=True
-        ):
-            for key, value in one.items():
-                try:
-                    other[key] = copy.deepcopy(value, memo)
-                except Exception:  # locks, process groups: classes say so in many ways
-                    other[key] = value
-        return made
+        attributes, *options = copies([self.attributes, *self.options], owner, target)
+        return Own(attributes, options)
 
     def put(self, optimizer: Optimizer) -> None:
         """The optimizer has these values from now on."""
@@ -136,7 +124,26 @@ class Own:
         return found or difference(self.options, other.options, "param_groups")
 
 
-def reach(value: Any, owner: Optimizer) -> Iterator[Any]:
+def copies(values: list[Group], owner: Any, target: Any) -> list[Group]:
+    """Of all that they lead to; what is in several is copied once. Parameters are shared, and what Own.copied says."""
+    memo: dict[int, Any] = {id(owner): target}
+    for value in reach(values, owner):
+        is_large = isinstance(value, torch.Tensor) and value.numel() > MOST_COPIED
+        if is_large or isinstance(value, nn.Parameter) or overrides.is_manager(value):
+            memo[id(value)] = value
+        elif isinstance(value, torch.Tensor) and value.is_cuda:  # it may go before it is read
+            value.record_stream(torch.cuda.current_stream(value.device))
+    made: list[Group] = [{} for _ in values]
+    for one, other in zip(values, made, strict=True):
+        for key, value in one.items():
+            try:
+                other[key] = copy.deepcopy(value, memo)
+            except Exception:  # locks, process groups: classes say so in many ways
+                other[key] = value
+    return made
+
+
+def reach(value: Any, owner: Any) -> Iterator[Any]:
     """Everything that values lead to: through containers, and through the attributes of objects."""
     seen: dict[int, Any] = {id(owner): owner}
     left = [value]

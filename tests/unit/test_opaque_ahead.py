@@ -150,7 +150,7 @@ class Counting(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
-        self.scale = 1.0
+        self.scale, self.factors = 1.0, {"all": [torch.tensor(1.0)]}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -165,7 +165,9 @@ class Counting(torch.optim.Optimizer):
                 state["t"] += 1
                 state["lrs"].append(group["lr"])
                 state["m"].mul_(0.9).add_(p.grad)
-                p.sub_(state["m"] * (self.scale * group["lr"] / state["t"]))
+                factor = self.scale * self.factors["all"][0] * getattr(p, "factor", 1.0)
+                factor *= self.defaults["lr"] * 100
+                p.sub_(state["m"] * (factor * group["lr"] / state["t"]))
 
 
 def sgd(params: Any) -> Any:
@@ -233,6 +235,19 @@ def _other_attribute(run: Run) -> None:
     run.optimizer.scale = 0.25
 
 
+def _in_place(run: Run) -> None:
+    run.optimizer.factors["all"][0].mul_(0.5)
+
+
+def _default(run: Run) -> None:
+    run.optimizer.defaults["lr"] *= 0.5
+
+
+def _mark(run: Run) -> None:
+    for p in run.model.parameters():
+        p.factor = 0.5
+
+
 def _counter(run: Run) -> None:
     for p in run.model.parameters():
         run.optimizer.state[p]["t"].add_(3)
@@ -283,6 +298,9 @@ def _evaluated(run: Run) -> None:
 CHANGES = [
     _other_lr,
     _other_attribute,
+    _in_place,
+    _default,
+    _mark,
     _counter,
     _state,
     _python_state,
@@ -389,26 +407,41 @@ def test_what_only_a_step_may_write_is_made_at_the_step(
         managed.engine.close()
 
 
-def test_an_error_in_a_part_closes_the_engine_with_the_cause() -> None:
-    managed = Run(Counting, True)
-    try:
-        managed.steps(QUIET, QUIET, QUIET)
-        made = counts(managed).made
+class Refusing(Counting):
+    """Raises where a gradient is no number."""
 
-        class Fails(list):  # type: ignore[type-arg]
-            def append(self, item: Any) -> None:
-                raise ValueError("no more of these")
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not p.grad.isfinite().all():
+                    raise ValueError("no number")
+        super().step(closure)
 
-        before = {n: p.detach().clone() for n, p in managed.model.named_parameters()}
-        entries = managed.engine._runtime.opaque._entries
-        for entry in entries.values():
-            entry["lrs"] = Fails(entry["lrs"])
-        with pytest.raises(GeminiError, match="no more of these"):
-            managed.steps(QUIET)
-        assert counts(managed).made >= made
-    finally:
-        managed.engine.close()
-    assert_same({n: p.detach() for n, p in managed.model.named_parameters()}, before)
+
+def test_an_error_in_a_part_is_its_steps() -> None:
+    """Where that never comes, as a program skips it, nothing has happened."""
+
+    def skip(run: Run) -> None:
+        loss = run.model(torch.full((2, 48), math.inf)).sum()
+        loss.backward() if run.engine is None else run.engine.backward(loss)
+        run.optimizer.zero_grad()
+        run.steps(QUIET, QUIET)
+
+    seen = both(Refusing, skip)
+    assert seen.taken > 0
+
+    def raises(run: Run) -> None:
+        run.backward()
+        for p in run.model.parameters():
+            p.grad.fill_(math.nan)
+        with pytest.raises(ValueError if run.engine is None else GeminiError, match="no number"):
+            run.optimizer.step()
+
+    managed = Run(Refusing, True)
+    managed.steps(QUIET, QUIET, QUIET)
+    raises(managed)
+    managed.engine.close()
 
 
 def test_late_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +450,56 @@ def test_late_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = both(sgd, lambda run: run.steps(QUIET, QUIET, FIRES, QUIET, QUIET))
     assert seen.taken > 0
     assert chaos.faults() == (0, "")
+
+
+class Decaying(Counting):
+    """Weight decay in the gradient, past the version of a tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and group.get("decay"):
+                    p.grad.data.add_(p.data, alpha=group["decay"])
+        super().step(closure)
+
+
+def test_a_step_that_begins_to_write_gradients() -> None:
+    """Its groups are edited in mid-run, and nothing is made ahead from then on."""
+
+    def act(run: Run) -> None:
+        for group in run.optimizer.param_groups:
+            group["decay"] = 0.5
+        run.steps(QUIET, FIRES, QUIET, FIRES, QUIET, QUIET)
+
+    for chunk_size in (4096, 16384):
+        both(Decaying, act, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_parts_that_wait_run_as_at_their_step(clips: bool) -> None:
+    """Then the program changes what they read, skips some layers, and announces another step."""
+    plain, managed = Run(Counting, False), Run(Counting, True)
+    try:
+        for step in range(10):
+            for run in (plain, managed):
+                _other_lr(run)
+                _in_place(run) if step % 3 == 2 else None
+                for layer in list(run.model)[1:3] if step > 3 and step % 2 else ():
+                    layer.forward = lambda x: x
+                run.backward()
+                for layer in run.model:
+                    vars(layer).pop("forward", None)
+                if clips:
+                    run.clip(QUIET)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                _default(run) if step % 4 == 1 else None
+                _mark(run) if step % 4 == 3 else None
+        assert counts(managed).taken > 0 or not clips
+        assert_same(managed.outcome(), plain.outcome())
+    finally:
+        managed.engine.close()
 
 
 class _Doubling(TorchDispatchMode):
