@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import parts
 from gemini_strategy.optim.opaque import Path, leaves, with_leaves
 
@@ -30,14 +32,15 @@ class Setting(NamedTuple):
         marks: what the program has set on parameters.
         overrides: settings of single parameters (overrides.py).
         autocast: of the thread that steps.
-        shared: versions of tensors that are too large for a copy.
+        shared: tensors among attributes that are large, or on a device that a comparison would wait for, and their
+            versions.
     """
 
     own: parts.Own
     marks: dict[Any, Any]
     overrides: Mapping[Any, Any]
     autocast: tuple[bool, torch.dtype]
-    shared: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[torch.Tensor, int], ...]
 
     @classmethod
     def of(
@@ -48,22 +51,41 @@ class Setting(NamedTuple):
         autocast: tuple[bool, torch.dtype],
     ) -> Setting:
         """Copies: what a program writes in place is not theirs. `marks` are copies."""
-        own = parts.Own.of(optimizer).copied(optimizer, optimizer)
-        large = [each for each in parts.reach(own.attributes, optimizer) if _is_large(each)]
-        shared = tuple((id(tensor), tensor._version) for tensor in large)
-        return cls(own, marks, overrides, autocast, shared)
+        own = parts.Own.of(optimizer)
+        shared = [each for each in parts.reach(own.attributes, optimizer) if _is_shared(each)]
+        attributes = parts.copies([own.attributes], optimizer, optimizer, shared)[0]
+        options = parts.copies(own.options, optimizer, optimizer)
+        versions = tuple((tensor, tensor._version) for tensor in shared)
+        return cls(parts.Own(attributes, options), marks, overrides, autocast, versions)
 
     def is_as(self, other: Setting) -> bool:
         """But for options, which numbers tell."""
         mine, its = (
-            [each.own.attributes, each.marks, each.overrides, each.autocast, each.shared]
+            [each.own.attributes, each.marks, each.overrides, each.autocast]
             for each in (self, other)
         )
-        return parts.difference(mine, its, "") is None
+        versions = [[(id(t), version) for t, version in each.shared] for each in (self, other)]
+        return versions[0] == versions[1] and parts.difference(mine, its, "") is None
+
+    def values(self, optimizer: Optimizer) -> parts.Own:
+        """For a part of the step: the optimizer's very attributes, with their tables, if they are what they were.
+
+        Raises:
+            GeminiError: of one there is no copy.
+        """
+        live = parts.Own.of(optimizer)
+        if any(tensor._version != version for tensor, version in self.shared):
+            raise GeminiError(
+                "a tensor that the optimizer has as an attribute was written in place behind optimizer.step(), before "
+                "all of the step had run: bind another tensor to the attribute instead"
+            )
+        is_same = parts.difference(self.own.attributes, live.attributes, "") is None
+        return parts.Own(live.attributes if is_same else self.own.attributes, self.own.options)
 
 
-def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > parts.MOST_COPIED
+def _is_shared(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    return is_tensor and (value.numel() > parts.MOST_COPIED or value.is_cuda)
 
 
 class Ahead:

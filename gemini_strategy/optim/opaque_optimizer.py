@@ -250,7 +250,7 @@ class OpaqueOptimizer(OpaqueEntries):
         self._stream = stream
         if how == How.TAKE:
             assert self._start is not None
-            self._commit(self._optimizer(), self._start.own)
+            self._commit(self._optimizer(), self._start.own, self._start.own)
             self._entries.update(self._ahead.take(slots))
             return False
         try:
@@ -338,9 +338,11 @@ class OpaqueOptimizer(OpaqueEntries):
 
     def _step(self, groups: Mapping[int, list[Slot]]) -> None:
         """A part of the step."""
+        optimizer: Any = self._optimizer()
         assert self._start is not None
-        ended, found = self._stepped(groups, self._start.own, self._entries)
-        self._commit(self._optimizer(), ended)
+        own = self._start.own if self._rehearsed.writes_itself else self._start.values(optimizer)
+        ended, found = self._stepped(groups, own, self._entries)
+        self._commit(optimizer, own, ended)
         self._entries.update(found)
 
     def _step_ahead(
@@ -355,13 +357,14 @@ class OpaqueOptimizer(OpaqueEntries):
             for slot in grads
             if slot in self._entries
         }
-        ended, found = self._stepped(groups, setting.own, entries)
+        own = setting.values(self._optimizer())  # type: ignore[arg-type]
+        ended, found = self._stepped(groups, own, entries)
         for slot, (grad, version) in grads.items():
             stand_in = self._stand_in(slot)
             left = stand_in.parameter.grad
             if left is not grad or left._version != version or not stand_in.has_marks():
                 return False
-        if setting.own.difference(ended) is not None or not found.keys() >= entries.keys():
+        if own.difference(ended) is not None or not found.keys() >= entries.keys():
             return False
         self._ahead.keep(grads, found)
         return True
@@ -373,7 +376,8 @@ class OpaqueOptimizer(OpaqueEntries):
         optimizer: Any = self._optimizer()
         state: defaultdict[Any, Any] = defaultdict(dict)
         inner = parts.stand_in(optimizer, [], state, self.kind)
-        own = own.copied(optimizer, inner)
+        if self._rehearsed.writes_itself:
+            own = own.copied(optimizer, inner)
         params = [
             [self._stand_in(slot).parameter for slot in groups.get(number, ())]
             for number in range(len(own.options))
@@ -397,15 +401,16 @@ class OpaqueOptimizer(OpaqueEntries):
         }
         return parts.Own.of(inner), found
 
-    def _commit(self, optimizer: Any, ended: parts.Own) -> None:
+    def _commit(self, optimizer: Any, begun: parts.Own, ended: parts.Own) -> None:
         """Invariant 1."""
         if self._end is None:
-            self._end = ended
             assert self._start is not None
-            if self._start.own.difference(ended) is None:
-                return  # its tensors, which are copies, would be the groups' own
+            if begun.difference(ended) is None:
+                self._end = self._start.own  # which a program does not write in place
+                return
+            self._end = ended
             if self._rehearsed.writes_itself:
-                self.written |= self._start.own.changed(ended)
+                self.written |= begun.changed(ended)
             ended.put(optimizer)
             return
         found = self._end.difference(ended)

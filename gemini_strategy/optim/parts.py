@@ -13,7 +13,7 @@ import copy
 import math
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,9 +124,12 @@ class Own:
         return found or difference(self.options, other.options, "param_groups")
 
 
-def copies(values: list[Group], owner: Any, target: Any) -> list[Group]:
-    """Of all that they lead to; what is in several is copied once. Parameters are shared, and what Own.copied says."""
-    memo: dict[int, Any] = {id(owner): target}
+def copies(values: list[Group], owner: Any, target: Any, shared: Iterable[Any] = ()) -> list[Group]:
+    """Of all that they lead to, but for `shared`; what is in several is copied once.
+
+    Parameters are shared, and what Own.copied says.
+    """
+    memo: dict[int, Any] = {id(owner): target, **{id(value): value for value in shared}}
     for value in reach(values, owner):
         is_large = isinstance(value, torch.Tensor) and value.numel() > MOST_COPIED
         if is_large or isinstance(value, nn.Parameter) or overrides.is_manager(value):
