@@ -8,8 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ class Setting(NamedTuple):
         autocast: of the thread that steps.
         shared: tensors among attributes that are large, or on a device that a comparison would wait for, and their
             versions.
+        missed: attributes that cannot be copied.
     """
 
     own: parts.Own
@@ -41,6 +41,7 @@ class Setting(NamedTuple):
     overrides: Mapping[Any, Any]
     autocast: tuple[bool, torch.dtype]
     shared: tuple[tuple[torch.Tensor, int], ...]
+    missed: tuple[str, ...]
 
     @classmethod
     def of(
@@ -53,10 +54,12 @@ class Setting(NamedTuple):
         """Copies: what a program writes in place is not theirs. `marks` are copies."""
         own = parts.Own.of(optimizer)
         shared = [each for each in parts.reach(own.attributes, optimizer) if _is_shared(each)]
-        attributes = parts.copies([own.attributes], optimizer, optimizer, shared)[0]
-        options = parts.copies(own.options, optimizer, optimizer)
+        missed: list[str] = []
+        attributes = parts.copies([own.attributes], optimizer, optimizer, shared, missed)[0]
+        options = parts.copies(own.options, optimizer, optimizer, missed=missed)
         versions = tuple((tensor, tensor._version) for tensor in shared)
-        return cls(parts.Own(attributes, options), marks, overrides, autocast, versions)
+        kept = parts.Own(attributes, options)
+        return cls(kept, marks, overrides, autocast, versions, tuple(missed))
 
     def is_as(self, other: Setting) -> bool:
         """But for options, which numbers tell."""
@@ -68,19 +71,24 @@ class Setting(NamedTuple):
         return versions[0] == versions[1] and parts.difference(mine, its, "") is None
 
     def values(self, optimizer: Optimizer) -> parts.Own:
-        """For a part of the step: the optimizer's very attributes, with their tables, if they are what they were.
+        """For a part of the step: the optimizer's very attributes, tables and all, where they are what they were.
 
         Raises:
             GeminiError: of one there is no copy.
         """
-        live = parts.Own.of(optimizer)
+        live, kept = parts.Own.of(optimizer).attributes, self.own.attributes
         if any(tensor._version != version for tensor, version in self.shared):
             raise GeminiError(
                 "a tensor that the optimizer has as an attribute was written in place behind optimizer.step(), before "
                 "all of the step had run: bind another tensor to the attribute instead"
             )
-        is_same = parts.difference(self.own.attributes, live.attributes, "") is None
-        return parts.Own(live.attributes if is_same else self.own.attributes, self.own.options)
+        attributes = {
+            name: live[name]
+            if name in live and parts.difference(value, live[name], "") is None
+            else value
+            for name, value in kept.items()
+        }
+        return parts.Own(attributes, self.own.options)
 
 
 def _is_shared(value: Any) -> bool:
@@ -128,15 +136,21 @@ class Ahead:
         return {slot: entry for slot, entry in entries.items() if entry is not None}
 
 
-def entry_apart(entry: Mapping[Any, Any], stays: set[Path]) -> dict[Any, Any]:
-    """Another entry, which a step may write: leaves that stay have the same bytes, others have their own.
+# Nothing writes them in place.
+_PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
-    Raises:
-        Exception: of its objects one cannot be copied; their classes say so in many ways.
+
+def is_plain(entry: Mapping[Any, Any]) -> bool:
+    """Whether it has tensors and numbers alone: a list or an object that a program has would be another one than the
+    step's.
     """
+    return all(isinstance(value, _PLAIN) for value in entry.values())
+
+
+def entry_apart(entry: Mapping[Any, Any], stays: set[Path]) -> dict[Any, Any]:
+    """Another plain entry, which a step may write: leaves that stay have the same bytes, others have their own."""
     apart = {path: t if path in stays else _clone(t) for path, t in leaves(entry)}
-    made = with_leaves(dict(entry), apart)
-    return copy.deepcopy(made, {id(t): t for t in _tensors(made)})  # containers and objects, too
+    return with_leaves(dict(entry), apart)  # type: ignore[no-any-return]
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,12 +158,3 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor.clone()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those that leaves are of."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

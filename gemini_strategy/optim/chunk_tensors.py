@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -122,9 +121,9 @@ def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def copy_of_marks(marks: Mapping[str, Any]) -> dict[str, Any]:
-    """What of them may be written in place is copied, but for objects of classes."""
-    kinds = (list, dict, set, torch.Tensor)
-    own = {name: value for name, value in marks.items() if isinstance(value, kinds)}
+    """What of them may be written in place is copied, but for modules."""
+    fixed = (bool, int, float, complex, str, bytes, type(None), nn.Module)
+    own = {name: value for name, value in marks.items() if not isinstance(value, fixed)}
     return {**marks, **parts.copies([own], None, None)[0]} if own else dict(marks)
 
 
@@ -174,20 +173,3 @@ def twin(
     if id(tensor) not in twins:
         twins[id(tensor)] = tensor.detach().to(device, copy=True)
     return twins[id(tensor)]
-
-
-def copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
-
-
-def is_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
-
-
-def is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        is_both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return is_both and a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
-    return a is b or bool(a == b)

@@ -26,12 +26,10 @@ import torch
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import overrides, parts, rehearsal
-from gemini_strategy.optim.ahead import Setting, entry_apart
+from gemini_strategy.optim.ahead import Setting, entry_apart, is_plain
 from gemini_strategy.optim.chunk_tensors import (
-    copied,
     copy_of_marks,
     in_plain_torch,
-    is_equal,
     marks_of,
     on_stream,
     tensor_at,
@@ -55,6 +53,10 @@ _NAMES = ("params", "param_names")
 def _group_of(optimizer: Any) -> dict[int, int]:
     groups = optimizer.param_groups
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return parts.difference(one, other, "") is None
 
 
 class OpaqueOptimizer(OpaqueEntries):
@@ -144,12 +146,12 @@ class OpaqueOptimizer(OpaqueEntries):
         """A number for the values of a group: another as soon as one of them is another."""
         optimizer: Any = self._optimizer()
         now = {k: v for k, v in optimizer.param_groups[number].items() if k not in _NAMES}
-        if self._end is not None and is_equal(now, self._end.options[number]):
+        if self._end is not None and _is_same(now, self._end.options[number]):
             now = self._start.own.options[number]  # the step that runs has written the others
         recipe, values = self._recipes.get(number, (0, None))
-        if values is None or not is_equal(values, now):
+        if values is None or not _is_same(values, now):
             recipe = next(self._numbers)
-            self._recipes[number] = recipe, {k: copied(v) for k, v in now.items()}
+            self._recipes[number] = recipe, parts.copies([now], optimizer, optimizer)[0]
         return recipe
 
     @property
@@ -201,7 +203,10 @@ class OpaqueOptimizer(OpaqueEntries):
         # A counter that a program has is the very tensor.
         if writes or self._copies.any() or now != (self._sorts, self._group_of, self._settings):
             return False
-        self._ahead.begin(self._setting(optimizer))
+        setting = self._setting(optimizer)
+        if setting.missed:  # what cannot be copied cannot be compared
+            return False
+        self._ahead.begin(setting)
         return True
 
     def _regroup(self, optimizer: Any) -> None:
@@ -352,11 +357,10 @@ class OpaqueOptimizer(OpaqueEntries):
         setting: Setting,
     ) -> bool:
         """A part of the coming step; whether it can be kept."""
-        entries = {
-            slot: entry_apart(self._entries[slot], self._paths_here(slot))
-            for slot in grads
-            if slot in self._entries
-        }
+        known = {slot: self._entries[slot] for slot in grads if slot in self._entries}
+        if not all(map(is_plain, known.values())):
+            return False
+        entries = {slot: entry_apart(e, self._paths_here(slot)) for slot, e in known.items()}
         own = setting.values(self._optimizer())  # type: ignore[arg-type]
         ended, found = self._stepped(groups, own, entries)
         for slot, (grad, version) in grads.items():
@@ -365,6 +369,8 @@ class OpaqueOptimizer(OpaqueEntries):
             if left is not grad or left._version != version or not stand_in.has_marks():
                 return False
         if own.difference(ended) is not None or not found.keys() >= entries.keys():
+            return False
+        if not all(map(is_plain, found.values())):
             return False
         self._ahead.keep(grads, found)
         return True

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim.moments import ShownStates
 from gemini_strategy.optim.opaque import Path, leaves, text, with_leaves
@@ -70,9 +71,12 @@ class _Entry(dict[Any, Any]):
 
 
 def _references(reference: weakref.ref[torch.Tensor]) -> int:
-    """To a tensor, those of this function and of its call included, which differ with Python's version."""
+    """To a tensor and its storage, which NumPy may have, too; what this function adds differs with Python's version."""
     tensor = reference()
-    return 0 if tensor is None else sys.getrefcount(tensor)
+    if tensor is None:
+        return 0
+    storage = _torch.storage_id(tensor.untyped_storage())
+    return sys.getrefcount(tensor) + int(_torch.storage_use_count(storage))
 
 
 _entry = {"one": torch.empty(0)}

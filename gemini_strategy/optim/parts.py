@@ -9,7 +9,9 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import types
 from collections import OrderedDict, deque
@@ -124,10 +126,16 @@ class Own:
         return found or difference(self.options, other.options, "param_groups")
 
 
-def copies(values: list[Group], owner: Any, target: Any, shared: Iterable[Any] = ()) -> list[Group]:
+def copies(
+    values: list[Group],
+    owner: Any,
+    target: Any,
+    shared: Iterable[Any] = (),
+    missed: list[str] | None = None,
+) -> list[Group]:
     """Of all that they lead to, but for `shared`; what is in several is copied once.
 
-    Parameters are shared, and what Own.copied says.
+    Parameters are shared, and what Own.copied says; `missed` gets the names of what cannot be copied.
     """
     memo: dict[int, Any] = {id(owner): target, **{id(value): value for value in shared}}
     for value in reach(values, owner):
@@ -143,6 +151,8 @@ def copies(values: list[Group], owner: Any, target: Any, shared: Iterable[Any] =
                 other[key] = copy.deepcopy(value, memo)
             except Exception:  # locks, process groups: classes say so in many ways
                 other[key] = value
+                if missed is not None:
+                    missed.append(key)
     return made
 
 
@@ -187,7 +197,7 @@ def difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, f
             return where, math.inf
         pairs = [(f"{where}.{i}", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
     elif isinstance(one, int | float | complex):
-        is_equal = one == other or (one != one and other != other)
+        is_equal = repr(one) == repr(other)  # two zeros differ, and NaN equals NaN
         return None if is_equal else (where, float(abs(one - other)))
     elif isinstance(one, str | bytes | set | frozenset | torch.dtype | torch.device | torch.Size):
         return None if one == other else (where, math.inf)
@@ -195,10 +205,35 @@ def difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, f
         return difference(one.get_state(), other.get_state(), where)
     elif hasattr(one, "tobytes"):  # numpy's
         return None if one.tobytes() == other.tobytes() else (where, math.inf)
-    elif isinstance(getattr(one, "__dict__", None), dict) and depth < 8:
-        return difference(vars(one), vars(other), where, depth + 1)
+    elif isinstance(one, functools.partial):
+        mine, its = ((each.func, each.args, each.keywords) for each in (one, other))
+        return difference(mine, its, where, depth + 1)
+    elif type(one).__eq__ is not object.__eq__ or isinstance(one, _KNOWN_BY_IDENTITY):
+        with contextlib.suppress(Exception):  # of a dataclass with tensors, for one
+            return None if bool(one == other) else (where, math.inf)
+        return where, math.inf
+    elif depth < 8:
+        return difference(_inside(one), _inside(other), where, depth + 1)
     found = (difference(a, b, path, depth + 1) for path, a, b in pairs)
     return next((each for each in found if each is not None), None)
+
+
+# Copies have the very ones.
+_KNOWN_BY_IDENTITY = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots included."""
+    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    names = [n for own in slots for n in ([own] if isinstance(own, str) else own)]
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
 
 
 def _key(key: Any) -> str:

@@ -7,9 +7,12 @@ updates were made ahead, taken and made again, so no test passes because there w
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import itertools
 import math
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -66,6 +69,7 @@ class Run:
         )
         self.engine: Any = None
         self.n = 0
+        self.seen: list[Any] = []
         if managed:
             how = {"chunk_size": 4096, **how}
             trial = gs.manage(self.model, self.optimizer, device="cpu", **how)
@@ -146,11 +150,16 @@ def both(make: Make, act: Callable[[Run], None], **how: Any) -> Counts:
 
 
 class Counting(torch.optim.Optimizer):
-    """Momentum, a count in Python, one in a tensor, a list, and what it has seen of its group."""
+    """Momentum, a count in Python and one in a tensor."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
-        self.scale, self.factors = 1.0, {"all": [torch.tensor(1.0)]}
+        self.scale, self.factors, self.zero = 1.0, {"all": [torch.tensor(1.0)]}, 0.0
+        self.function = functools.partial(torch.mul, other=1.0)
+        for group in self.param_groups:
+            group["inside"] = {"rates": [torch.tensor(1.0)]}
+            for p in group["params"]:
+                p.given = types.SimpleNamespace(factor=1.0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -160,13 +169,16 @@ class Counting(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state.update(n=0, t=torch.tensor(0.0), m=torch.zeros_like(p), lrs=[])
+                    state.update(n=0, t=torch.tensor(0.0), m=torch.zeros_like(p))
                 state["n"] += 1
                 state["t"] += 1
-                state["lrs"].append(group["lr"])
                 state["m"].mul_(0.9).add_(p.grad)
                 factor = self.scale * self.factors["all"][0] * getattr(p, "factor", 1.0)
-                factor *= self.defaults["lr"] * 100
+                factor *= self.defaults["lr"] * 100 * math.copysign(1.0, self.zero)
+                factor *= group["inside"]["rates"][0] * getattr(
+                    getattr(p, "given", None), "factor", 1.0
+                )
+                factor = self.function(factor)
                 p.sub_(state["m"] * (factor * group["lr"] / state["t"]))
 
 
@@ -239,6 +251,29 @@ def _in_place(run: Run) -> None:
     run.optimizer.factors["all"][0].mul_(0.5)
 
 
+def _function(run: Run) -> None:
+    run.optimizer.function = functools.partial(torch.mul, other=0.5)
+
+
+def _zero(run: Run) -> None:
+    run.optimizer.zero = -0.0
+
+
+def _inside_an_option(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["inside"]["rates"][0].mul_(0.5)
+
+
+def _object_on_a_parameter(run: Run) -> None:
+    for p in run.model.parameters():
+        p.given.factor = 0.5
+
+
+def _counter_through_numpy(run: Run) -> None:
+    for seen in run.seen:
+        seen += 2
+
+
 def _default(run: Run) -> None:
     run.optimizer.defaults["lr"] *= 0.5
 
@@ -299,6 +334,10 @@ CHANGES = [
     _other_lr,
     _other_attribute,
     _in_place,
+    _function,
+    _zero,
+    _inside_an_option,
+    _object_on_a_parameter,
     _default,
     _mark,
     _counter,
@@ -316,6 +355,39 @@ def test_what_changes_between_backward_and_step_counts(act: Callable[[Run], Any]
     seen = both(Counting, _between(act))
     assert seen.made > 0
     assert seen.redone > 0
+
+
+def test_what_numpy_has_of_a_counter_is_the_counter() -> None:
+    def act(run: Run) -> None:
+        run.seen = [run.optimizer.state[p]["t"].numpy() for p in run.model.parameters()]
+        gc.collect()
+        run.steps(QUIET, QUIET)
+        _between(_counter_through_numpy)(run)
+
+    both(Counting, act)
+
+
+def test_a_list_in_a_state_stays_the_programs() -> None:
+    """Nothing is made ahead there: the step would write another one."""
+
+    class Listing(Counting):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
+                if p.grad is not None:
+                    self.state[p].setdefault("seen", []).append(self.state[p]["n"])
+
+    held: dict[bool, Any] = {}
+
+    def act(run: Run) -> None:
+        held[run.engine is not None] = run.optimizer.state[next(iter(run.model.parameters()))][
+            "seen"
+        ]
+        gc.collect()
+        run.steps(QUIET, QUIET, QUIET)
+
+    assert both(Listing, act).taken == 0
+    assert held[True] == held[False] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("act", [_evaluated, _no_grad], ids=lambda act: act.__name__)
