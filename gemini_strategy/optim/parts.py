@@ -208,6 +208,9 @@ def difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, f
     elif isinstance(one, functools.partial):
         mine, its = ((each.func, each.args, each.keywords) for each in (one, other))
         return difference(mine, its, where, depth + 1)
+    elif isinstance(one, types.MethodType) and depth < 8:
+        mine, its = ((each.__func__, each.__self__) for each in (one, other))
+        return difference(mine, its, where, depth + 1)
     elif type(one).__eq__ is not object.__eq__ or isinstance(one, _KNOWN_BY_IDENTITY):
         with contextlib.suppress(Exception):  # of a dataclass with tensors, for one
             return None if bool(one == other) else (where, math.inf)
@@ -224,7 +227,6 @@ _KNOWN_BY_IDENTITY = (
     types.ModuleType,
     types.FunctionType,
     types.BuiltinFunctionType,
-    types.MethodType,
 )
 
 
