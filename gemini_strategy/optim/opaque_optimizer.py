@@ -130,9 +130,13 @@ class OpaqueOptimizer(OpaqueEntries):
 
     def core_arguments(self) -> dict[str, Any]:
         """Of the core (csrc/engine/opaque.c), which does not keep this."""
-        writes = self._rehearsed.writes_itself or self._rehearsed.writes_gradients
-        when = When.AT_STEP if writes else When.SPECULATED
+        when = When.AT_STEP if self._writes else When.SPECULATED
         return {"opaque": weak_method(self.run), "opaque_when": when}
+
+    @property
+    def _writes(self) -> bool:
+        """Whether step() writes what only a step may: then it runs in the step's call."""
+        return self._rehearsed.writes_itself or self._rehearsed.writes_gradients
 
     def update(self, slot: Slot, divisor: float, factor: float) -> tuple[Any, ...]:
         """One parameter's part of a step, as the core takes it; equal as long as its group is."""
@@ -191,7 +195,7 @@ class OpaqueOptimizer(OpaqueEntries):
 
     def _setting(self, optimizer: Any) -> Setting:
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        marks = {id(p): copy_of_marks(marks_of(p)) for p in every if marks_of(p)}
+        marks = {id(p): copy_of_marks(found) for p in every if (found := marks_of(p))}
         return Setting.of(optimizer, marks, self._settings, self._autocast)
 
     def announce(self) -> bool:
@@ -199,9 +203,12 @@ class OpaqueOptimizer(OpaqueEntries):
         self._issue()  # what the last one has made ahead is taken first
         optimizer: Any = self._optimizer()
         now = sorts_of(optimizer), _group_of(optimizer), overrides.settings_of(optimizer)
-        writes = self._rehearsed.writes_itself or self._rehearsed.writes_gradients
         # A counter that a program has is the very tensor.
-        if writes or self._copies.any() or now != (self._sorts, self._group_of, self._settings):
+        if (
+            self._writes
+            or self._copies.any()
+            or now != (self._sorts, self._group_of, self._settings)
+        ):
             return False
         setting = self._setting(optimizer)
         if setting.missed:  # what cannot be copied cannot be compared
