@@ -77,6 +77,7 @@ class Case:
     micro_batches: int = 1
     optimizer: str = "adamw"
     liger: bool = False  # its kernels, of which one never makes the logits
+    host_budget: str | None = None  # Gemini's; the model is built on the meta device then
 
 
 def _both(*names: str) -> tuple[str, ...]:
@@ -110,6 +111,7 @@ PRESETS = {
         sequences=8,
         optimizer="bnb_adamw8bit",
         liger=True,
+        host_budget="57GB",
     ),
     "qwen-14b": Case(
         "qwen-14b: 14.8 G parameters, T = 16K, 24 GB, Liger, 8-bit AdamW",
@@ -117,6 +119,7 @@ PRESETS = {
         _both("gemini-auto"),
         optimizer="bnb_adamw8bit",
         liger=True,
+        host_budget="107GB",
     ),
     "full": Case(
         "full: 3.44 G parameters, T = 16K, everything fits",

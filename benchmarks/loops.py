@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from first_values import draw_on_demand
 from measure import Clock, Peaks, environment
 from models import Batches, build_model
 from optimizers import ADAM, OPTIMIZERS
@@ -48,6 +49,7 @@ class Loop:
 
     arithmetic = ""
     starts_on_device = True  # whether the model is built where it computes
+    home = "cpu"  # where it is built otherwise
     dtype = torch.bfloat16
     library: str | None = None  # that the loop needs and that may not be installed
     has_weights = True  # whether the model's parameters are whole tensors
@@ -73,7 +75,7 @@ class Loop:
 
     def build(self) -> torch.nn.Module:
         """The model, before prepare()."""
-        home = self.device if self.starts_on_device else torch.device("cpu")
+        home = self.device if self.starts_on_device else torch.device(self.home)
         model = build_model(SHAPES[self.spec["model"]], home, self.device, self.dtype)
         if self.spec.get("liger"):
             try:
@@ -213,6 +215,14 @@ class Gemini(Loop):
 
     arithmetic = "gemini_strategy, packed masters"
     starts_on_device = False
+
+    def build(self) -> torch.nn.Module:
+        if not self.spec.get("host_budget"):
+            return super().build()
+        self.home = "meta"  # manage() gives it values, and the host never has two copies of them
+        model = super().build()
+        draw_on_demand(model, self.device)
+        return model
 
     def prepare(self) -> None:
         import gemini_strategy as gs

@@ -123,7 +123,7 @@ static void run_split(void *context, size_t begin, size_t end)
     const split_job *job = context;
     size_t low_bytes = job->format == GM_BF16 ? 2 : 4, n;
     span s = elements(begin, end, job->numel);
-    float wide[WIDENED], unwanted[WIDENED];
+    float wide[WIDENED];
     fenv_t saved;
     gm_fenv_enter(&saved);
     for (size_t i = s.begin; i < s.end; i += n) {
@@ -133,8 +133,7 @@ static void run_split(void *context, size_t begin, size_t end)
             wide[k] = gm_f32_from_bits(gm_load_bits(master, job->source, k));
         }
         split(job->format, job->source == GM_F32 ? (const float *)(const void *)master : wide,
-              job->weight + i * gm_dtype_bytes(job->format),
-              job->low ? job->low + i * low_bytes : (char *)unwanted, n);
+              job->weight + i * gm_dtype_bytes(job->format), job->low + i * low_bytes, n);
     }
     gm_fenv_leave(&saved);
 }
@@ -142,6 +141,12 @@ static void run_split(void *context, size_t begin, size_t end)
 void gm_split_host(gm_dtype format, gm_dtype source, const void *master, void *weight, void *low,
                    size_t numel, gm_workers *pool)
 {
+    if (!low && format != GM_F32) { /* as torch rounds: there is nothing to restore */
+        gm_grad_add_args job = {
+            .dst = weight, .src = master, .dst_dtype = format, .src_dtype = source, .numel = numel};
+        gm_grad_add_host(&job, pool);
+        return;
+    }
     split_job job = {format, source, master, weight, low, numel};
     gm_workers_for(pool, items(numel), GRAIN_ITEMS, run_split, &job);
 }

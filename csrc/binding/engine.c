@@ -358,7 +358,7 @@ GM_PY_CALL_STATUS(check, 0, gm_engine_check(engine))
 GM_PY_CALL_STATUS(drain, 0, gm_engine_drain(engine))
 GM_PY_CALL_STATUS(catch_up, 0, gm_engine_catch_up(engine))
 GM_PY_CALL_STATUS(settle, 0, gm_engine_settle(engine))
-GM_PY_CALL_STATUS(issue, 0, gm_engine_issue(engine))
+GM_PY_CALL_STATUS(issue, 1, gm_engine_issue(engine, v[0]))
 
 /* Leases are numbers in Python. */
 static PyObject *number_of(const gm_lease *lease)
@@ -555,7 +555,7 @@ static PyMethodDef core_methods[] = {
     GM_CORE_METHOD(drain, FASTCALL, "()"),
     GM_CORE_METHOD(catch_up, FASTCALL, "()"),
     GM_CORE_METHOD(settle, FASTCALL, "()"),
-    GM_CORE_METHOD(issue, FASTCALL, "()"),
+    GM_CORE_METHOD(issue, FASTCALL, "(stream)"),
     GM_CORE_METHOD(sums, NOARGS, "() -> bytes of (params,) uint64"),
     GM_CORE_METHOD(limit_unreduced, FASTCALL, "(bytes)"),
     GM_CORE_METHOD(address, FASTCALL, "(param) -> int"),

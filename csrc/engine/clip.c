@@ -106,7 +106,8 @@ gm_status gm_clip_note_issued(gm_engine *engine)
         return GM_OK;
     }
     const gm_device_ops *ops = engine->device->ops;
-    GM_TRY(ops->event_record(engine->device, c->used[turn][0], engine->update.stream));
+    gm_stream updates = gm_is_opaque(engine) ? engine->call.stream : engine->update.stream;
+    GM_TRY(ops->event_record(engine->device, c->used[turn][0], updates));
     c->is_used[turn] = true;
     return ops->event_record(engine->device, c->used[turn][1], engine->update.host_stream);
 }

@@ -208,7 +208,7 @@ typedef struct gm_update {
  * closes the engine: every later call returns it. */
 gm_status gm_engine_step(gm_engine *engine, const gm_update *updates, uint32_t n, gm_stream stream);
 /* Issues what the last step has left to be issued later. */
-gm_status gm_engine_issue(gm_engine *engine);
+gm_status gm_engine_issue(gm_engine *engine, gm_stream stream);
 /* As gm_engine_step; gradients are multiplied by the factor of the last gm_engine_clip, which was
  * for this step, instead of the factors of the updates, which are 1. */
 gm_status gm_engine_step_clipped(gm_engine *engine, const gm_update *updates, uint32_t n,

@@ -338,11 +338,19 @@ typedef struct gm_arrivals {
 
 enum { GM_OPAQUE_TIMED = 64 };
 
+typedef struct gm_timed_update {
+    gm_event began, ended;
+    double numel;
+} gm_timed_update;
+
 typedef struct gm_opaques {
     gm_opaque caller; /* run NULL: updates are Adam's */
-    gm_event began, done;
-    double rates[GM_OPAQUE_TIMED]; /* elements/s of the first updates, one chunk's each */
+    gm_timed_update timed[GM_OPAQUE_TIMED];
     uint32_t n_timed;
+    bool is_timed_planned; /* those of a plan's passes */
+    gm_event done;         /* the end of the last update */
+    gm_stream stream;      /* it is on this one */
+    bool has_run;
     bool is_running; /* on `thread`, which has let the lock go */
     pthread_t thread;
     pthread_cond_t ended;
@@ -756,6 +764,8 @@ static inline bool gm_is_opaque(const gm_engine *engine)
 gm_status gm_opaque_check_states(const gm_engine *engine, uint32_t id, uint64_t first, uint64_t n);
 /* With the lock: for the end of an update on another thread; an error where it is this one. */
 gm_status gm_opaque_wait(gm_engine *engine);
+gm_status gm_opaque_join(gm_engine *engine); /* the call's stream comes behind all updates */
+void gm_opaque_sync(gm_engine *engine);      /* the host does */
 /* Without leaving the plan: *out is whether the chunk has all on the device, or will. */
 gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out);
 /* An error, and nothing has changed: these chunks' updates find no room beside what is in use. */

@@ -159,7 +159,7 @@ static gm_status put_master(gm_engine *engine, const gm_param *p, uint64_t first
     for (; status == GM_OK && done < n; done += most) {
         uint64_t now = n - done < most ? n - done : most;
         gm_split_host(p->spec.format, source, (const char *)src + done * gm_dtype_bytes(source),
-                      weight, low, now, engine->workers);
+                      weight, has_low ? low : NULL, now, engine->workers);
         to = slice_of(engine, p, GM_FIELD_WEIGHT, first + done, now);
         status = gm_chunks_write(chunks, chunk, to.piece, to.offset, to.bytes, weight, stream);
         if (status == GM_OK && has_low) {
@@ -188,7 +188,8 @@ static gm_status write_master(gm_engine *engine, gm_param *p, const float *src, 
     uint8_t *weight, *low;
     uint64_t skip = p->part_first;
     GM_TRY(scratch_new(p, p->spec.numel, &weight, &low));
-    gm_split_host(p->spec.format, GM_F32, src, weight, low, p->spec.numel, engine->workers);
+    gm_split_host(p->spec.format, GM_F32, src, weight, p->spec.has_low ? low : NULL, p->spec.numel,
+                  engine->workers);
     gm_status status =
         write_slice(engine, p, GM_FIELD_WEIGHT, weight + skip * p->spec.weight_bytes, stream);
     if (status == GM_OK && p->spec.has_low) {

@@ -31,6 +31,7 @@ static void engine_free(gm_engine *engine)
         (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
         (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
     }
+    gm_opaque_sync(engine);
     if (engine->clip.stream) { /* it copies words home, and has tasks, too */
         (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     }

@@ -19,10 +19,14 @@
  *   6. What is speculated (speculation.c) runs at the same addresses, where all is at home as well.
  *      What it has written there goes to the spares, and is off the device before the call ends:
  *      nothing else reads it there.
+ *   7. It is issued to the stream of the call that needs it, as a step() without an engine is: it
+ *      may launch kernels on CUDA's default stream, whatever stream is told (bitsandbytes does),
+ *      which comes in order with the caller's work only if that is the caller's stream.  An update
+ *      on another stream than the last one's, and the next step, come behind that (`done`): what
+ *      the function has beside the chunk's bytes nothing else orders.
  *
- * The host may wait in: gm_room_pin, for room; gm_opaque_wait; timed_call, for the first updates,
- * while there is no plan; on devices whose streams the function knows nothing of (the host), for
- * the chunk's copies. */
+ * The host may wait in: gm_room_pin, for room; gm_opaque_wait; gm_opaque_rate, when a plan is made;
+ * on devices whose streams the function knows nothing of (the host), for the chunk's copies. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -39,7 +43,10 @@ void gm_opaque_init(gm_engine *engine, const gm_engine_options *options)
 
 void gm_opaque_free(gm_engine *engine)
 {
-    gm_free_event(engine->device, &engine->opaque.began);
+    for (uint32_t i = 0; i < GM_OPAQUE_TIMED; i++) {
+        gm_free_event(engine->device, &engine->opaque.timed[i].began);
+        gm_free_event(engine->device, &engine->opaque.timed[i].ended);
+    }
     gm_free_event(engine->device, &engine->opaque.done);
     pthread_cond_destroy(&engine->opaque.ended);
 }
@@ -68,8 +75,7 @@ gm_status gm_opaque_lay_out(gm_engine *engine, const gm_engine_options *options)
 {
     uint32_t n = gm_is_opaque(engine) ? gm_layout_n_chunks(engine->layout) : 0;
     if (n > 0) {
-        GM_TRY(engine->device->ops->event_new(engine->device, true, &engine->opaque.began));
-        GM_TRY(engine->device->ops->event_new(engine->device, true, &engine->opaque.done));
+        GM_TRY(engine->device->ops->event_new(engine->device, false, &engine->opaque.done));
     }
     GM_FAIL_IF(n && !options->state_bytes, GM_ERR_ARG, "no state_bytes of opaque updates");
     for (uint32_t chunk = 0; chunk < n; chunk++) {
@@ -200,6 +206,30 @@ static void list_params(const gm_engine *engine, uint32_t chunk, const gm_task *
     }
 }
 
+/* Invariant 7. */
+static gm_status use_stream(gm_engine *engine)
+{
+    gm_opaques *o = &engine->opaque;
+    GM_TRY(gm_opaque_join(engine));
+    o->stream = engine->call.stream;
+    return GM_OK;
+}
+
+gm_status gm_opaque_join(gm_engine *engine)
+{
+    gm_opaques *o = &engine->opaque;
+    return o->has_run && o->stream != engine->call.stream
+               ? engine->device->ops->event_wait(engine->device, o->done, engine->call.stream)
+               : GM_OK;
+}
+
+void gm_opaque_sync(gm_engine *engine)
+{
+    if (engine->opaque.has_run) {
+        (void)engine->device->ops->event_sync(engine->device, engine->opaque.done);
+    }
+}
+
 /* Invariants 1 and 2. */
 static gm_status call_without_lock(gm_engine *engine, const gm_opaque_call *what, bool *wrote_grads)
 {
@@ -222,7 +252,7 @@ static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, gm
                            .chunk = chunk,
                            .n_params = (uint32_t)task->n_ranges,
                            .grad_scale = task->ranges[0].scalars.grad_scale,
-                           .stream = engine->update.stream};
+                           .stream = engine->opaque.stream};
     if (task->factor != GM_FACTOR_KNOWN) {
         GM_TRY(gm_clip_order(engine, false, what.stream, &what.late_scale));
     }
@@ -239,29 +269,37 @@ static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, gm
     gm_status status = call_without_lock(engine, &what, wrote_grads);
     gm_timeline_end(timeline, entry, what.stream);
     free(params);
-    return status;
+    engine->opaque.has_run = true;
+    gm_status done = device->ops->event_record(device, engine->opaque.done, what.stream);
+    return status == GM_OK ? done : status;
 }
 
+/* On demand the device waits often, and for the host, too: where there is a plan its passes count. */
 static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *task,
                             gm_opaque_how how, bool *wrote_grads)
 {
-    const gm_device_ops *ops = engine->device->ops;
+    gm_device *device = engine->device;
     gm_opaques *o = &engine->opaque;
-    double seconds = 0, n = 0;
-    if (engine->room.plan || !engine->inputs.is_tuned || how != GM_OPAQUE_STEP ||
-        o->n_timed == GM_OPAQUE_TIMED) {
+    if (engine->room.plan && !o->is_timed_planned) {
+        o->is_timed_planned = true;
+        o->n_timed = 0;
+    }
+    if (!engine->inputs.is_tuned || o->n_timed == GM_OPAQUE_TIMED) {
         return call(engine, chunk, task, how, wrote_grads);
     }
-    GM_TRY(ops->event_record(engine->device, o->began, engine->update.stream));
-    GM_TRY(call(engine, chunk, task, how, wrote_grads));
-    GM_TRY(ops->event_record(engine->device, o->done, engine->update.stream));
-    GM_TRY(ops->event_sync(engine->device, o->done));
-    GM_TRY(ops->event_elapsed(engine->device, o->began, o->done, &seconds));
+    gm_timed_update *timed = &o->timed[o->n_timed];
+    timed->numel = 0;
     for (size_t i = 0; i < task->n_ranges; i++) {
-        n += (double)(task->ranges[i].end - task->ranges[i].begin);
+        timed->numel += (double)(task->ranges[i].end - task->ranges[i].begin);
     }
-    o->rates[o->n_timed++] = n / (seconds > 1e-9 ? seconds : 1e-9);
-    return GM_OK;
+    if (!timed->began) {
+        GM_TRY(device->ops->event_new(device, true, &timed->began));
+        GM_TRY(device->ops->event_new(device, true, &timed->ended));
+    }
+    GM_TRY(device->ops->event_record(device, timed->began, o->stream));
+    GM_TRY(call(engine, chunk, task, how, wrote_grads));
+    o->n_timed++;
+    return device->ops->event_record(device, timed->ended, o->stream);
 }
 
 static int compare_rates(const void *a, const void *b)
@@ -270,14 +308,21 @@ static int compare_rates(const void *a, const void *b)
     return (left > right) - (left < right);
 }
 
-/* The median: the first update of all may compile kernels. */
+/* The upper quartile: the first update of all may compile kernels, and the device may have waited
+ * for the host in the middle of some. */
 double gm_opaque_rate(const gm_engine *engine)
 {
-    double rates[GM_OPAQUE_TIMED];
-    uint32_t n = engine->opaque.n_timed;
-    memcpy(rates, engine->opaque.rates, n * sizeof *rates);
+    double rates[GM_OPAQUE_TIMED], seconds;
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < engine->opaque.n_timed; i++) {
+        const gm_timed_update *timed = &engine->opaque.timed[i];
+        if (engine->device->ops->event_elapsed(engine->device, timed->began, timed->ended,
+                                               &seconds) == GM_OK) {
+            rates[n++] = timed->numel / (seconds > 1e-9 ? seconds : 1e-9);
+        }
+    }
     qsort(rates, n, sizeof *rates, compare_rates);
-    return n > 0 ? rates[n / 2] : 0;
+    return n > 0 ? rates[3 * n / 4] : 0;
 }
 
 /* The norm of these gradients is another one now, for all who know it. */
@@ -295,7 +340,7 @@ static gm_status run(gm_engine *engine, uint32_t chunk, const gm_task *task, gm_
                      bool *wrote_grads)
 {
     gm_chunks *chunks = engine->chunks;
-    gm_stream stream = engine->update.stream;
+    gm_stream stream = engine->opaque.stream;
     /* Behind all that a write of the gradient has to come behind: only the end tells. */
     gm_use uses[] = {
         {GM_WEIGHT, GM_WRITE, stream}, {GM_STATE, GM_WRITE, stream}, {GM_GRAD, GM_WRITE, stream}};
@@ -329,11 +374,9 @@ static void unpin(gm_engine *engine, uint32_t chunk, int n_pieces)
 gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk)
 {
     GM_TRY(gm_saving_keep(engine, chunk)); /* these pins are no users, which may have written */
-    /* Those that show the weights read on behind the update. */
-    gm_status status =
-        gm_chunks_note_readers(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
+    gm_status status = use_stream(engine);
     for (int piece = 0; status == GM_OK && piece < N_PIECES; piece++) {
-        status = gm_room_pin(engine, chunk, (gm_piece)piece, engine->update.stream);
+        status = gm_room_pin(engine, chunk, (gm_piece)piece, engine->opaque.stream);
         if (status != GM_OK) {
             unpin(engine, chunk, piece);
         }
@@ -348,9 +391,6 @@ gm_status gm_opaque_update(gm_engine *engine, uint32_t chunk, const gm_task *tas
     unpin(engine, chunk, N_PIECES);
     if (wrote_grads) {
         outdate_sums(engine, chunk);
-    }
-    if (status == GM_OK && gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) > 0) {
-        status = gm_chunks_wait_ready(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
     }
     return status == GM_OK ? send_home(engine, chunk) : status;
 }
@@ -385,5 +425,6 @@ gm_status gm_opaque_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
     bool wrote_grads = false;
     GM_ASSERT(task->factor == GM_FACTOR_KNOWN);
+    GM_TRY(use_stream(engine));
     return call(engine, chunk, task, GM_OPAQUE_TAKE, &wrote_grads);
 }

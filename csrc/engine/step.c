@@ -51,12 +51,13 @@ static void follow_loop(gm_engine *engine)
 static gm_status issue_rest(gm_engine *engine)
 {
     GM_TRY(gm_update_issue_all(engine));
+    GM_TRY(gm_is_opaque(engine) ? gm_opaque_join(engine) : GM_OK);
     return gm_clip_note_issued(engine);
 }
 
-gm_status gm_engine_issue(gm_engine *engine)
+gm_status gm_engine_issue(gm_engine *engine, gm_stream stream)
 {
-    GM_TRY(gm_call_begin(engine));
+    GM_TRY(gm_call_begin_on(engine, stream));
     return gm_call_end(engine, issue_rest(engine));
 }
 

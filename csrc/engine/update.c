@@ -575,6 +575,7 @@ void gm_update_forget_all(gm_engine *engine)
     move_all(engine, GM_UPDATE_PENDING);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.host_stream);
     (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
+    gm_opaque_sync(engine);
     (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     atomic_store(&engine->update.async_status, GM_OK); /* also of what ended just now */
 }

@@ -11,7 +11,8 @@
  * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first
  *    slices come in as soon as slots are free, the others once Adam has begun; each goes home
  *    behind Adam.  Opaque ones pass whole, each chunk's in its own blocks of the ring: a copy in,
- *    the update, a copy out; how many chunks do so at once is the ring's length.
+ *    the update, in compute's own stream (opaque.c, 7), a copy out; how many chunks do so at once is
+ *    the ring's length.
  * 4. Updates that a backward has not run run under the next forward; or, as the input says
  *    (is_at_step), between the two.
  * 5. What is speculated is what the step does: no clip fires. */
@@ -254,7 +255,8 @@ static uint32_t update_in_place(gm_replay *r, uint32_t c, double seconds, bool i
         gm_sim_wait(&r->sim, item(r, c, (gm_piece)piece)->filled);
     }
     gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
-    uint32_t node = gm_sim_add(&r->sim, GM_LANE_UPDATE, seconds);
+    gm_lane lane = r->problem->input->is_opaque ? GM_LANE_COMPUTE : GM_LANE_UPDATE;
+    uint32_t node = gm_sim_add(&r->sim, lane, seconds);
     s->filled = s->used = node;
     return node;
 }

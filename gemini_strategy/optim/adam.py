@@ -604,7 +604,7 @@ class CPUAdam(HybridAdam):
 
 
 def cast_model_(model: nn.Module, precision: str | None) -> nn.Module:
-    """Casts parameters in place to what `manage(model, precision=...)` makes of them.
+    """Casts parameters in place to what `manage(model, precision=...)` makes of them with Adam or AdamW.
 
     bf16 rounds to nearest with ties away from zero, fp16 to nearest even (csrc/arith/arith.h). What a
     trainable parameter loses stays in `p._gm_low` (bf16: int16 remainder; fp16: fp32 master), where

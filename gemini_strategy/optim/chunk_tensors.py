@@ -146,19 +146,16 @@ def in_plain_torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_stream(device: torch.device, stream: int, returns: bool) -> Iterator[None]:
-    """Inside, work goes to the stream of updates, behind what the caller's stream has: options of groups and counters
-    may be tensors on the device. `returns`: and the caller's stream goes on behind it, as step() writes some of them.
-    """
+def on_stream(device: torch.device, stream: int) -> Iterator[None]:
+    """Inside, the device and its stream are the ones that the core has said, which as a rule are the caller's."""
     if device.type == "cpu":
         yield
         return
-    caller, updates = torch.cuda.current_stream(device), torch.cuda.ExternalStream(stream, device)
-    updates.wait_stream(caller)
-    with torch.cuda.stream(updates):
+    current = torch.cuda.current_stream(device)
+    if current.cuda_stream != stream:
+        current = torch.cuda.ExternalStream(stream, device)
+    with torch.cuda.stream(current):
         yield
-    if returns:
-        caller.wait_stream(updates)
 
 
 def room(leaf: Leaf) -> torch.Tensor:

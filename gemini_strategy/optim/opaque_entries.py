@@ -46,7 +46,6 @@ class OpaqueEntries:
         self._has_shards = runtime.ranks.shard.size > 1
         self._copies: Copies | Snapshots = Snapshots(self) if self._has_shards else Copies(self)
         self._ahead = Ahead(self._renumber)
-        self._stream: int | None = None  # of updates
 
     def _renumber(self) -> None:
         """No step has the numbers of one before."""
@@ -89,7 +88,7 @@ class OpaqueEntries:
         """Parts of the last step that are still to run do so now."""
         runtime = self._runtime()
         if runtime is not None and not runtime.closed:
-            runtime.core.issue()
+            runtime.core.issue(runtime.stream())
 
     def _look(self) -> None:
         """States are asked for, or set.
@@ -104,12 +103,6 @@ class OpaqueEntries:
                 "some of it already: call optimizer.step() first"
             )
         self._issue()
-
-    def _wait(self, slot: Slot) -> None:
-        """Counters on the device are written by the stream of updates."""
-        if slot.device.type == "cuda" and self._stream is not None:
-            updates = torch.cuda.ExternalStream(self._stream, slot.device)
-            torch.cuda.current_stream(slot.device).wait_stream(updates)
 
     # ---- as a step leaves them ----
 
@@ -180,9 +173,6 @@ class OpaqueEntries:
         """Entries are what the last step and the program have made of them, and may be looked at."""
         self._issue()
         self._copies.take_all()
-        for slot in self._entries:
-            self._wait(slot)
-            break  # all of one device wait for one stream
 
     def entry(self, slot: Slot) -> dict[Any, Any] | None:
         """The optimizer's own, of this rank's part; None: there is none."""
@@ -210,7 +200,6 @@ class OpaqueEntries:
         """
         self._look()
         self._copies.take(slot)
-        self._wait(slot)
         entry = self._entries.get(slot, {})
         kept, twins = self.kept(slot), {} if twins is None else twins
         cpu = torch.device("cpu")
@@ -236,7 +225,6 @@ class OpaqueEntries:
         self._ahead.forget()  # counters are the very tensors
         if not self._has_shards:
             self._entries.setdefault(slot, {})
-        self._wait(slot)
         return self._copies.show(slot)
 
     def put(self, slot: Slot, entry: Mapping[Any, Any]) -> None:

@@ -259,14 +259,12 @@ class OpaqueOptimizer(OpaqueEntries):
         """Steps these parameters; gives whether their gradients were written, or AHEAD what only a step may write."""
         runtime: Any = self._runtime()
         slots = [runtime.slots_by_id[i] for i in ids]
-        self._stream = stream
         if how == How.TAKE:
             assert self._start is not None
             self._commit(self._optimizer(), self._start.own, self._start.own)
             self._entries.update(self._ahead.take(slots))
             return False
         try:
-            returns = self._rehearsed.writes_itself
             enabled, dtype = self._autocast
             with (
                 in_plain_torch(),
@@ -274,7 +272,7 @@ class OpaqueOptimizer(OpaqueEntries):
                 torch.no_grad(),
                 _torch.DisableFuncTorch(),
                 torch.autocast(runtime.device.type, dtype, enabled),
-                on_stream(runtime.device, stream, returns),
+                on_stream(runtime.device, stream),
             ):
                 factor: Any = scale
                 if late_scale:

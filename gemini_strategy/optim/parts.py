@@ -248,8 +248,12 @@ def _tensor_difference(one: Any, other: Any, where: str, depth: int) -> tuple[st
         inner = [{name: getattr(each, name) for name in names} for each in (one, other)]
         found = difference(context, other.__tensor_flatten__()[1], where, depth)
         return found or difference(inner[0], inner[1], where, depth)
-    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
         return where, math.inf
+    if (
+        one.device != other.device
+    ):  # bitsandbytes moves its tables with the first parameter that needs them
+        one, other = one.cpu(), other.cpu()
     one, other = one.detach().contiguous(), other.detach().contiguous()
     same = one.reshape(-1, 1).view(torch.uint8) == other.reshape(-1, 1).view(torch.uint8)
     if bool(same.all()):

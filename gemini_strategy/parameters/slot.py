@@ -499,8 +499,8 @@ class Slot(_C.Slot):
         """The weight of a master with these values."""
         plain = self._ordered(values, torch.float32)
         weight = self.empty(self.dtype)
-        low = self.empty(torch.float32)  # wide enough for either
-        addresses = (plain.data_ptr(), weight.data_ptr(), low.data_ptr())
+        low = self.empty(torch.float32) if self.has_low else None  # wide enough for either
+        addresses = (plain.data_ptr(), weight.data_ptr(), 0 if low is None else low.data_ptr())
         _C.split_host(self.format, *addresses, plain.numel())
         return weight
 

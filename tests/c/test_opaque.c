@@ -469,7 +469,8 @@ static void do_something(world *w)
     case 3: w->outside = chance(w, 2) ? 0 : draw(w, 4) * BLOCK; break;
     case 4: (void)gm_engine_reserve(w->engine, draw(w, 4) * BLOCK); break;
     case 5:
-        CHECK_OK(gm_engine_issue(w->engine)); /* else the model has them before the update does */
+        CHECK_OK(
+            gm_engine_issue(w->engine, 0)); /* else the model has them before the update does */
         for (size_t i = 0; i < p->state_bytes; i++) {
             p->states[i] = (uint8_t)next_random(&w->random);
         }
@@ -567,7 +568,7 @@ static gm_status put_grad(world *w, uint32_t id)
                                          .numel = p->spec.numel},
                      NULL);
     if (w->is_behind && w->writes_grads) { /* else the model would add before that write */
-        CHECK_OK(gm_engine_issue(w->engine));
+        CHECK_OK(gm_engine_issue(w->engine, 0));
     }
     add_grad(p, grad, p->spec.format); /* the update may come within the call */
     gm_status status = gm_engine_grad_put(w->engine, id, grad, p->spec.format, 0);
@@ -629,7 +630,7 @@ static void end_waiter(world *w)
 /* Each parameter of the step was stepped, once. */
 static void end_step(world *w)
 {
-    CHECK_OK(gm_engine_issue(w->engine));
+    CHECK_OK(gm_engine_issue(w->engine, 0));
     end_waiter(w);
     w->is_behind = w->is_taken = false;
     for (uint32_t id = 0; id < w->n_params; id++) {
@@ -984,7 +985,7 @@ static void play(bool is_chaos, gm_workers *workers)
     if (is_alive && w->defers && !w->clips &&
         chance(w, 2)) { /* what is left fails, if there is anything */
         w->fails_in = 2;
-        is_alive = gm_engine_issue(w->engine) == GM_OK;
+        is_alive = gm_engine_issue(w->engine, 0) == GM_OK;
         w->fails_in = 0;
     }
     end_waiter(w);

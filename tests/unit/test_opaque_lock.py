@@ -72,7 +72,7 @@ def test_other_threads_are_served() -> None:
 
         _Calling.inside = wait_for_other
         _train(model, optimizer, 5)
-        core.issue()
+        core.issue(0)
         _Calling.inside = None
         n_chunks = core.stats()["chunks"]
         assert len(seen) == 5 * n_chunks
