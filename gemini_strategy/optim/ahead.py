@@ -149,6 +149,17 @@ def is_plain(entry: Mapping[Any, Any]) -> bool:
 
 def entry_apart(entry: Mapping[Any, Any], stays: set[Path]) -> dict[Any, Any]:
     """Another plain entry, which a step may write: leaves that stay have the same bytes, others have their own."""
+    if all(
+        type(value) is torch.Tensor or not isinstance(value, torch.Tensor)
+        for value in entry.values()
+    ):
+        made: dict[int, torch.Tensor] = {}
+        return {
+            key: value
+            if not isinstance(value, torch.Tensor) or (key,) in stays
+            else made.setdefault(id(value), _clone(value))
+            for key, value in entry.items()
+        }
     apart = {path: t if path in stays else _clone(t) for path, t in leaves(entry)}
     return with_leaves(dict(entry), apart)  # type: ignore[no-any-return]
 

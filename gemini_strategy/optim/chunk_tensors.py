@@ -51,6 +51,8 @@ class StandIn:
             self.low = tensor_at(low, *where, kind, slot.device)
         self.parameter = nn.Parameter(self.weight)
         self.original = slot.parameter
+        own = [tensor for tensor in (self.weight, self.low, self.grad) if tensor is not None]
+        self._spans = [(_torch.place(tensor)[0], tensor.nbytes) for tensor in own]
 
     def open(self, scale: torch.Tensor | float, marks: Mapping[str, Any]) -> torch.Tensor:
         """Gives the parameter its values, these attributes and its gradient; gives that."""
@@ -99,13 +101,16 @@ class StandIn:
             self.low.copy_(bits - (high << 16))
             self.parameter.data = self.weight  # the masters of a whole model are too many
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor is in the weight, its low part or the gradient."""
+        address = _torch.place(tensor)[0]
+        return any(begin <= address < begin + n_bytes for begin, n_bytes in self._spans)
+
     def apart(self, value: Any) -> Any:
         """What outlives the step has no bytes of the chunk."""
         if not isinstance(value, torch.Tensor) or _torch.is_wrapper_subclass(value):
             return value
-        own = (t for t in (self.weight, self.low, self.grad) if t is not None)
-        storages = {_torch.storage_id(t.untyped_storage()) for t in own}
-        return value.clone() if _torch.storage_id(value.untyped_storage()) in storages else value
+        return value.clone() if self.has(value) else value
 
     def _master(self) -> torch.Tensor:
         assert self.low is not None

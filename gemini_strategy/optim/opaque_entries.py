@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque
 from gemini_strategy.optim.ahead import Ahead
@@ -29,6 +30,9 @@ from gemini_strategy.optim.opaque_states import Copies, Snapshots
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
+
+
+_NUMBERS = (int, float, bool, str, type(None))
 
 
 class OpaqueEntries:
@@ -46,6 +50,9 @@ class OpaqueEntries:
         self._has_shards = runtime.ranks.shard.size > 1
         self._copies: Copies | Snapshots = Snapshots(self) if self._has_shards else Copies(self)
         self._ahead = Ahead(self._renumber)
+        self._adopted_as: dict[
+            Slot, dict[Any, tuple[Any, ...]]
+        ] = {}  # where flat entries have their tensors
 
     def _renumber(self) -> None:
         """No step has the numbers of one before."""
@@ -108,6 +115,8 @@ class OpaqueEntries:
 
     def _adopted(self, slot: Slot, entry: dict[Any, Any]) -> dict[Any, Any]:
         """The entry that a step has left, with its tensors in the chunk."""
+        if self._is_as_adopted(slot, entry):
+            return entry
         stand_in = self._stand_in(slot)
         form = self._divisions.form(slot)
         kept = self._kept(slot, entry)
@@ -130,7 +139,31 @@ class OpaqueEntries:
             apart = tensor if path in kept else stand_in.apart(tensor)
             if apart is not tensor:
                 views[path] = apart
-        return with_leaves(entry, views) if views else entry
+        entry = with_leaves(entry, views) if views else entry
+        self._adopted_as[slot] = {
+            key: _torch.place(value)
+            for key, value in entry.items()
+            if type(value) is torch.Tensor and value.numel() > 1
+        }
+        return entry
+
+    def _is_as_adopted(self, slot: Slot, entry: dict[Any, Any]) -> bool:
+        """Whether it has large tensors where it had them, and besides only what is not in the chunk: so it is in every
+        step but the first, and this sees it without a walk.
+        """
+        places, stand_in = self._adopted_as.get(slot), self._stand_in(slot)
+        if places is None or not places.keys() <= entry.keys():
+            return False
+        for key, value in entry.items():
+            if type(value) is not torch.Tensor:
+                if type(value) not in _NUMBERS:
+                    return False
+            elif value.numel() > 1:
+                if places.get(key) != _torch.place(value):
+                    return False
+            elif stand_in.has(value):
+                return False
+        return True
 
     def _kept(self, slot: Slot, entry: Mapping[Any, Any]) -> dict[Path, torch.Tensor]:
         """What of an entry belongs into the chunk."""

@@ -191,7 +191,11 @@ def difference(one: Any, other: Any, where: str, depth: int = 0) -> tuple[str, f
         if one.keys() != other.keys():
             keys = sorted(_key(key) for key in one.keys() ^ other.keys())
             return f"{where}.{keys[0]}", math.inf
-        pairs = [(f"{where}.{_key(key)}", one[key], other[key]) for key in one]
+        pairs = [
+            (f"{where}.{_key(key)}", value, other[key])
+            for key, value in one.items()
+            if value is not other[key]
+        ]
     elif isinstance(one, list | tuple | deque):
         if len(one) != len(other):
             return where, math.inf
