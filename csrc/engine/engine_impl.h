@@ -48,6 +48,7 @@ typedef struct gm_param {
      * parts are all 0. */
     uint8_t *before;
     uint64_t n_found;  /* writes of the weight that comparison has found (watch.c) */
+    uint32_t n_looks;  /* that have found none */
     bool is_low_given; /* low parts were written since, for any weight whose master they can be */
 } gm_param;
 
@@ -60,7 +61,10 @@ struct gm_lease {
     uint32_t born;    /* the tick of the beginning; GM_NO_TICK: the chunk was in use then */
     gm_stream stream; /* where its tensor is used */
     atomic_bool is_watched, is_ended;
-    void *old; /* the weight's bytes when last compared; NULL unless watched */
+    void *old;       /* the weight's bytes when last compared; NULL unless watched */
+    bool is_glanced; /* its use is number `glance` of a page (glance.c) */
+    int glance_turn;
+    size_t glance;
 };
 
 /* What the gradients of a task are multiplied by. */
@@ -191,6 +195,32 @@ typedef struct gm_ranks {
     gm_event wished[2]; /* of the last two wishes */
     uint64_t n_wishes, n_waits;
 } gm_ranks;
+
+typedef struct gm_glance { /* one use of a weight; places of its bytes in the page */
+    uint32_t param;
+    size_t before, after, bytes;
+    uint64_t version, n_found; /* of its chunk's weights, of the weight; as it began */
+} gm_glance;
+
+typedef struct gm_glance_page {
+    gm_glance *glances;
+    size_t n, capacity, used; /* used: bytes */
+    gm_stream stream;         /* of all its uses */
+    gm_event end;
+    bool is_gone; /* on its way home, behind `end` */
+} gm_glance_page;
+
+typedef struct gm_glances {
+    uintptr_t there; /* (2, bytes) */
+    uint8_t *home;   /* the same, pinned */
+    size_t bytes, n_blocks;
+    gm_block *blocks;
+    gm_stream stream; /* of copies home */
+    gm_glance_page pages[2];
+    int turn; /* the page that is filled */
+    uint32_t n_open;
+    bool is_pinned, is_refused;
+} gm_glances;
 
 typedef struct gm_watch {
     gm_lease *leases;
@@ -396,6 +426,7 @@ struct gm_engine {
     gm_stay stay;
     gm_updates update;
     gm_opaques opaque;
+    gm_glances glance;
     gm_weights weights;
     gm_gradients gradient;
     gm_saving saving;
@@ -692,6 +723,15 @@ gm_status gm_watch_renew(gm_engine *engine);
 /* The open pass is about to end: what leases still show is in use to its end, as the trace shall
  * know. */
 void gm_watch_note_pass_end(gm_engine *engine);
+
+/* glance.c */
+void gm_glance_free(gm_engine *engine);
+/* Before the lease's address is given away inside its unit; *out: it need not be watched. */
+gm_status gm_glance_begin(gm_lease *lease, gm_stream stream, bool *out);
+gm_status gm_glance_end(gm_lease *lease); /* its last user has gone; nothing, where none began */
+gm_status gm_glance_end_of(gm_engine *engine, uint32_t chunk); /* before an update writes to it */
+/* What was glanced at before is compared, or on its way to be; an error: a weight was written. */
+gm_status gm_glance_turn(gm_engine *engine);
 
 /* gathered.c */
 void gm_gathered_free(gm_engine *engine);

@@ -52,7 +52,9 @@ gm_status gm_lease_watch(gm_lease *lease, gm_stream stream)
 gm_status gm_lease_keep(gm_lease *lease, gm_stream stream)
 {
     GM_TRY(gm_call_begin(lease->engine));
-    gm_status status = gm_watch_begin(lease, stream);
+    gm_status status = gm_glance_end(lease);
+    lease->engine->params[lease->param].n_looks = 0; /* what outlives its use is watched */
+    status = status == GM_OK ? gm_watch_begin(lease, stream) : status;
     return gm_call_end(lease->engine, status == GM_OK ? pin(lease, stream) : status);
 }
 

@@ -32,6 +32,9 @@ static void engine_free(gm_engine *engine)
         (void)engine->device->ops->stream_sync(engine->device, engine->update.stream);
     }
     gm_opaque_sync(engine);
+    if (engine->device) {
+        gm_glance_free(engine);
+    }
     if (engine->clip.stream) { /* it copies words home, and has tasks, too */
         (void)engine->device->ops->stream_sync(engine->device, engine->clip.stream);
     }

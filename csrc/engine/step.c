@@ -143,6 +143,7 @@ static gm_status step(gm_engine *engine, const gm_update *updates, uint32_t n, b
         status = status == GM_OK ? gm_gradient_reduce_all(engine) : status;
         engine->step.n_calls++;
         status = status == GM_OK ? gm_watch_poll(engine) : status;
+        status = status == GM_OK ? gm_glance_turn(engine) : status;
         if (status == GM_OK) {
             status = run_step(engine, sorted, n);
             if (status != GM_OK && engine->dead == GM_OK) {

@@ -283,7 +283,8 @@ gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
     if (is_streamed && !gm_chunks_is_resident(engine->chunks, chunk, GM_GRAD)) {
         return GM_OK;
     }
-    gm_status status = gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT);
+    gm_status status = gm_glance_end_of(engine, chunk);
+    status = status == GM_OK ? gm_chunks_send_home(engine->chunks, chunk, GM_WEIGHT) : status;
     if (status == GM_OK && gm_is_opaque(engine)) {
         status = gm_opaque_speculate(engine, chunk, task, &is_made);
     } else if (status == GM_OK) {
@@ -392,6 +393,7 @@ gm_status gm_update_issue(gm_engine *engine, uint32_t chunk)
     if (!gm_is_pending(engine, chunk)) {
         return GM_OK;
     }
+    GM_TRY(gm_glance_end_of(engine, chunk));
     if (gm_is_opaque(engine) && task->n_ranges > 0) {
         GM_TRY(prepare_opaque(engine, chunk, task));
     }

@@ -157,7 +157,12 @@ gm_status gm_watch_begin(gm_lease *lease, gm_stream stream)
 {
     const gm_engine *engine = lease->engine;
     const gm_param *p = &engine->params[lease->param];
+    bool is_glanced;
     if (atomic_load(&lease->is_watched)) {
+        return GM_OK;
+    }
+    GM_TRY(gm_glance_begin(lease, stream, &is_glanced));
+    if (is_glanced) {
         return GM_OK;
     }
     size_t bytes = p->spec.numel * p->spec.weight_bytes + 1;
@@ -180,8 +185,9 @@ gm_status gm_watch_begin(gm_lease *lease, gm_stream stream)
 
 gm_status gm_watch_end(gm_lease *lease)
 {
-    gm_status status = GM_OK;
+    gm_status status = gm_glance_end(lease);
     if (atomic_load(&lease->is_watched)) {
+        lease->engine->params[lease->param].n_looks++;
         status = look(lease->engine, lease);
         atomic_store(&lease->is_watched, false);
     }
