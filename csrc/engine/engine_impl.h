@@ -166,6 +166,7 @@ typedef struct gm_sums {
 /* See timer.c. */
 typedef struct gm_timed_tick {
     gm_event start, end; /* 0: not made yet */
+    double issued, host; /* when the host issued the start; seconds until it did the end */
 } gm_timed_tick;
 
 typedef struct gm_tick_timer {

@@ -65,7 +65,9 @@ struct gm_chunks {
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
     /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up
-     * no other. */
+     * no other.  Where states have places one stream has all that comes in, in the order of need:
+     * the device does not turn from a stream that has many copies to do to one that has a needed
+     * one. */
     gm_stream in[GM_N_OWN_PIECES], out[GM_N_OWN_PIECES], refresh;
 
     gm_block *blocks;      /* (capacity,) handles */

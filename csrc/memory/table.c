@@ -70,7 +70,9 @@ static gm_status make_streams(gm_chunks *chunks)
 {
     gm_device *device = chunks->device;
     for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
-        GM_TRY(device->ops->stream_new(device, &chunks->in[kind]));
+        bool is_shared = chunks->places_states && kind > 0;
+        GM_TRY(is_shared ? GM_OK : device->ops->stream_new(device, &chunks->in[kind]));
+        chunks->in[kind] = is_shared ? chunks->in[0] : chunks->in[kind];
         GM_TRY(device->ops->stream_new(device, &chunks->out[kind]));
     }
     return device->ops->stream_new(device, &chunks->refresh);
@@ -166,7 +168,9 @@ void gm_chunks_free(gm_chunks *chunks)
             device->ops->block_free(device, chunks->blocks[i]);
         }
     }
-    for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
+    for (int kind = GM_N_OWN_PIECES - 1; kind >= 0; kind--) {
+        bool is_shared = kind > 0 && chunks->in[kind] == chunks->in[0];
+        chunks->in[kind] = is_shared ? 0 : chunks->in[kind];
         gm_free_stream(device, &chunks->in[kind]);
         gm_free_stream(device, &chunks->out[kind]);
     }

@@ -251,14 +251,55 @@ static bool is_resident(const gm_problem *problem, const gm_plan *plan, uint32_t
     }
 }
 
+/* Whether a chunk may be speculated. */
+static bool is_candidate(const gm_problem *problem, const gm_plan *plan, uint32_t c)
+{
+    const gm_course *main = &problem->courses[problem->main];
+    bool is_in_use = problem->input->is_opaque && main->ready[c] >= main->n; /* its weights are */
+    return plan->class_of[c] != GM_CLASS_R && problem->is_trained[c] &&
+           main->grad[c] != GM_NO_TICK && !is_in_use;
+}
+
+/* Opaque updates run in compute's stream, and three copies go out for each: they are spread over
+ * the backward, so that the others' gradients go home in between. */
+static void spread_speculated(const gm_problem *problem, const gm_choice *choice, size_t left,
+                              gm_plan *plan)
+{
+    double all = 0, spares = 0, seen = 0, taken = 0;
+    for (uint32_t c = 0; c < problem->n; c++) {
+        bool is_one = is_candidate(problem, plan, c);
+        all += is_one ? (double)problem->input->chunks[c].numel : 0;
+        spares += is_one ? (double)gm_plan_spare(&problem->input->chunks[c]) : 0;
+    }
+    double share = spares > 0 && (double)left < spares ? (double)left / spares : 1;
+    share = choice->speculated < share ? choice->speculated : share;
+    for (uint32_t i = problem->n; i-- > 0;) {
+        uint32_t c = problem->order[i];
+        double numel = (double)problem->input->chunks[c].numel;
+        size_t spare = gm_plan_spare(&problem->input->chunks[c]);
+        if (!is_candidate(problem, plan, c)) {
+            continue;
+        }
+        seen += numel;
+        if (spare <= left && taken + numel <= share * seen * (1 + 1e-9) + 1e-9 * all) {
+            left -= spare;
+            taken += numel;
+            plan->is_speculated[c] = true;
+        }
+    }
+}
+
 /* The last chunks of the forward have most of the backward before their step, and most of the
  * forward after it. */
 static void choose_speculated(const gm_problem *problem, const gm_choice *choice, gm_plan *plan)
 {
     const gm_plan_input *input = problem->input;
-    const gm_course *main = &problem->courses[problem->main];
     size_t left = input->when == GM_DEFERRED ? input->spare_bytes : 0;
     double all = 0, taken = 0;
+    if (input->is_opaque) {
+        spread_speculated(problem, choice, left, plan);
+        return;
+    }
     for (uint32_t c = 0; c < problem->n; c++) {
         all += plan->class_of[c] == GM_CLASS_R ? 0 : (double)input->chunks[c].numel;
     }
@@ -266,9 +307,7 @@ static void choose_speculated(const gm_problem *problem, const gm_choice *choice
         uint32_t c = problem->order[i];
         size_t spare = gm_plan_spare(&input->chunks[c]);
         double numel = (double)input->chunks[c].numel;
-        if (plan->class_of[c] == GM_CLASS_R || !problem->is_trained[c] ||
-            main->grad[c] == GM_NO_TICK ||
-            (input->is_opaque && main->ready[c] >= main->n)) { /* its weights are in use */
+        if (!is_candidate(problem, plan, c)) {
             continue;
         }
         if (spare > left || taken + numel > choice->speculated * all * (1 + 1e-9)) {
