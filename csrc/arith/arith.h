@@ -135,8 +135,8 @@ void gm_grad_add_host(const gm_grad_add_args *args, gm_workers *pool);
 /* Adds the squares of data[0..numel) to *sum. */
 void gm_sumsq_host(const void *data, gm_dtype dtype, size_t numel, gm_sumsq *sum, gm_workers *pool);
 /* fp32 master <-> (weight, low).  split rounds; merge is exact.  GM_F32: plain copy of weight.
- * Masters to be split may be of another dtype, `source`; low NULL: there are no low parts, and a tie
- * goes to even, as in torch. */
+ * Masters to be split may be of another dtype, `source`; low NULL: there are no low parts, and a
+ * tie goes to even, as in torch. */
 void gm_split_host(gm_dtype format, gm_dtype source, const void *master, void *weight, void *low,
                    size_t numel, gm_workers *pool);
 void gm_merge_host(gm_dtype format, const void *weight, const void *low, float *master,

@@ -274,7 +274,7 @@ static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, gm
     return status == GM_OK ? done : status;
 }
 
-/* On demand the device waits often, and for the host, too: where there is a plan its passes count. */
+/* On demand the device waits often, and for the host, too: of a plan's passes those count. */
 static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *task,
                             gm_opaque_how how, bool *wrote_grads)
 {

@@ -265,10 +265,9 @@ static bool is_candidate(const gm_problem *problem, const gm_plan *plan, uint32_
 static void spread_speculated(const gm_problem *problem, const gm_choice *choice, size_t left,
                               gm_plan *plan)
 {
-    double all = 0, spares = 0, seen = 0, taken = 0;
+    double spares = 0, seen = 0, taken = 0;
     for (uint32_t c = 0; c < problem->n; c++) {
         bool is_one = is_candidate(problem, plan, c);
-        all += is_one ? (double)problem->input->chunks[c].numel : 0;
         spares += is_one ? (double)gm_plan_spare(&problem->input->chunks[c]) : 0;
     }
     double share = spares > 0 && (double)left < spares ? (double)left / spares : 1;
@@ -281,7 +280,7 @@ static void spread_speculated(const gm_problem *problem, const gm_choice *choice
             continue;
         }
         seen += numel;
-        if (spare <= left && taken + numel <= share * seen * (1 + 1e-9) + 1e-9 * all) {
+        if (spare <= left && taken + numel / 2 <= share * seen) {
             left -= spare;
             taken += numel;
             plan->is_speculated[c] = true;

@@ -295,12 +295,13 @@ static void write_updates(gm_writer *w)
     }
 }
 
-/* Gradients that come back: to be added to, or for an update on the device. */
+/* Gradients that come back: to be added to, or for an update on the device.  An opaque update
+ * brings its own: one stream has all that comes in, in the order of need. */
 static void write_grads_in(gm_writer *w)
 {
     const gm_course *course = w->course;
     uint32_t n = 0;
-    bool is_adding = w->problem->n_passes > 1;
+    bool is_adding = w->problem->n_passes > 1, is_opaque = w->problem->input->is_opaque;
     for (uint32_t i = 0; i < w->plan->n; i++) {
         uint32_t c = w->order[i];
         /* Of several passes, one before the last may have left a gradient to any chunk. */
@@ -324,7 +325,7 @@ static void write_grads_in(gm_writer *w)
         bool is_update = w->list[i].end < w->plan->n;
         uint32_t end = is_update ? begin : course->sums[w->list[i].end - w->plan->n].end;
         uint32_t from = claim(w, GM_GRAD, c, end);
-        if (is_update && !is_adding && from != GM_NO_TICK && from < begin) {
+        if (is_update && !is_adding && from != GM_NO_TICK && from < begin && !is_opaque) {
             note(w, from, PHASE_GRAD_IN, GM_OP_GRAD_IN, c);
         } else if (!is_update && from != GM_NO_TICK && from > begin) {
             w->misfit = c;

@@ -11,8 +11,8 @@
  * 3. Streamed states pass slice by slice through the slots of their ring: of a chunk the first
  *    slices come in as soon as slots are free, the others once Adam has begun; each goes home
  *    behind Adam.  Opaque ones pass whole, each chunk's in its own blocks of the ring: a copy in,
- *    the update, in compute's own stream (opaque.c, 7), a copy out; how many chunks do so at once is
- *    the ring's length.
+ *    the update, in compute's own stream (opaque.c, 7), a copy out; how many chunks do so at once
+ *    is the ring's length.
  * 4. Updates that a backward has not run run under the next forward; or, as the input says
  *    (is_at_step), between the two.
  * 5. What is speculated is what the step does: no clip fires. */
@@ -122,6 +122,9 @@ static uint32_t copy(gm_replay *r, gm_lane lane, size_t bytes)
 {
     bool is_outward =
         lane == GM_LANE_EVICT || lane == GM_LANE_GRAD_OUT || lane == GM_LANE_STATE_OUT;
+    if (r->problem->input->is_opaque && (lane == GM_LANE_FETCH || lane == GM_LANE_GRAD_IN)) {
+        lane = GM_LANE_STATE; /* one stream has all of them (chunk_impl.h) */
+    }
     *(is_outward ? &r->load->out : &r->load->in) += r->weight * (double)bytes;
     return gm_sim_add(&r->sim, lane, (double)bytes);
 }
