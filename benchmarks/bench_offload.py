@@ -111,7 +111,7 @@ PRESETS = {
         sequences=8,
         optimizer="bnb_adamw8bit",
         liger=True,
-        host_budget="57GB",
+        host_budget="56500MB",
     ),
     "qwen-14b": Case(
         "qwen-14b: 14.8 G parameters, T = 16K, 24 GB, Liger, 8-bit AdamW",
