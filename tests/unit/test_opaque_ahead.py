@@ -203,7 +203,7 @@ MAKES: list[Make] = [Counting, nadam, sgd, adamw8bit, torch.optim.Adagrad]
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_clips_that_fire_and_do_not(make: Make, precision: str) -> None:
     limits = [QUIET] * 4 + [FIRES, QUIET, QUIET, QUIET, FIRES, FIRES] + [QUIET] * 6
-    managed = Run(make, True, precision=precision)
+    managed = Run(make, True, precision=precision, placement_policy="cpu")  # all streamed
     want = Run(make, True, share=5.0, precision=precision)  # all resident
     try:
         for run in (want, managed):
