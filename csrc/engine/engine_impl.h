@@ -727,10 +727,12 @@ void gm_watch_note_pass_end(gm_engine *engine);
 
 /* glance.c */
 void gm_glance_free(gm_engine *engine);
+bool gm_glance_is_full(const gm_lease *lease); /* the page has no room for its use: turn it */
 /* Before the lease's address is given away inside its unit; *out: it need not be watched. */
 gm_status gm_glance_begin(gm_lease *lease, gm_stream stream, bool *out);
 gm_status gm_glance_end(gm_lease *lease); /* its last user has gone; nothing, where none began */
 gm_status gm_glance_end_of(gm_engine *engine, uint32_t chunk); /* before an update writes to it */
+void gm_glance_drop(gm_lease *lease); /* its storage has gone in the middle of a use */
 /* What was glanced at before is compared, or on its way to be; an error: a weight was written. */
 gm_status gm_glance_turn(gm_engine *engine);
 

@@ -189,6 +189,14 @@ static gm_status copy(gm_engine *engine, const gm_lease *lease, size_t at)
     return engine->device->ops->copy_d2d(engine->device, to, weight, s.bytes, lease->stream);
 }
 
+bool gm_glance_is_full(const gm_lease *lease)
+{
+    const gm_glances *g = &lease->engine->glance;
+    size_t step = gm_round_up(bytes_of(lease->engine, lease->param), GM_ALIGN);
+    return g->there && !lease->is_glanced && g->n_open == 0 && is_eligible(lease->engine, lease) &&
+           g->pages[g->turn].used + 2 * step > g->bytes;
+}
+
 /* Its uses are on one stream after the other: that of a page's first one is waited for with it. */
 gm_status gm_glance_begin(gm_lease *lease, gm_stream stream, bool *out)
 {
@@ -204,10 +212,6 @@ gm_status gm_glance_begin(gm_lease *lease, gm_stream stream, bool *out)
         return GM_OK;
     }
     size_t bytes = bytes_of(engine, lease->param), step = gm_round_up(bytes, GM_ALIGN);
-    if (g->n_open == 0 && g->pages[g->turn].used + 2 * step > g->bytes) {
-        GM_TRY(gm_watch_poll(engine)); /* what is written through other storages is found by that */
-        GM_TRY(gm_glance_turn(engine));
-    }
     gm_glance_page *page = &g->pages[g->turn];
     bool is_other_stream = page->n > 0 && page->stream != stream;
     if (page->used + 2 * step > g->bytes || is_other_stream) {
@@ -237,13 +241,23 @@ gm_status gm_glance_end(gm_lease *lease)
         return GM_OK;
     }
     gm_glance *glance = &engine->glance.pages[lease->glance_turn].glances[lease->glance];
-    lease->is_glanced = false;
-    engine->glance.n_open--;
     if (glance->version != version_of(engine, &engine->params[lease->param])) {
-        glance->bytes = 0;
+        gm_glance_drop(lease);
         return GM_OK;
     }
+    lease->is_glanced = false;
+    engine->glance.n_open--;
     return copy(engine, lease, glance->after);
+}
+
+void gm_glance_drop(gm_lease *lease)
+{
+    gm_glances *g = &lease->engine->glance;
+    if (lease->is_glanced) {
+        lease->is_glanced = false;
+        g->n_open--;
+        g->pages[lease->glance_turn].glances[lease->glance].bytes = 0;
+    }
 }
 
 gm_status gm_glance_end_of(gm_engine *engine, uint32_t chunk)

@@ -161,6 +161,10 @@ gm_status gm_watch_begin(gm_lease *lease, gm_stream stream)
     if (atomic_load(&lease->is_watched)) {
         return GM_OK;
     }
+    if (gm_glance_is_full(lease)) { /* what is written through other storages is found first */
+        GM_TRY(gm_watch_poll(lease->engine));
+        GM_TRY(gm_glance_turn(lease->engine));
+    }
     GM_TRY(gm_glance_begin(lease, stream, &is_glanced));
     if (is_glanced) {
         return GM_OK;
@@ -244,6 +248,7 @@ gm_status gm_watch_next_ended(gm_engine *engine, gm_lease ***at, gm_lease **out)
                 GM_TRY(look(engine, lease));
             }
             note_use(engine, lease);
+            gm_glance_drop(lease);
             engine->watch.n_pinned -= lease->is_pinned;
             *link = lease->next;
             break;
