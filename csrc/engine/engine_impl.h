@@ -809,8 +809,6 @@ gm_status gm_opaque_check_states(const gm_engine *engine, uint32_t id, uint64_t 
 gm_status gm_opaque_wait(gm_engine *engine);
 gm_status gm_opaque_join(gm_engine *engine); /* the call's stream comes behind all updates */
 void gm_opaque_sync(gm_engine *engine);      /* the host does */
-/* Without leaving the plan: *out is whether the chunk has all on the device, or will. */
-gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out);
 /* An error, and nothing has changed: these chunks' updates find no room beside what is in use. */
 gm_status gm_opaque_check_room(gm_engine *engine, const gm_update *updates, uint32_t n);
 /* All of the chunk is on the device, until gm_opaque_update has ended.  An error: nothing is. */

@@ -124,15 +124,6 @@ gm_status gm_opaque_check_states(const gm_engine *engine, uint32_t id, uint64_t 
     return GM_OK;
 }
 
-gm_status gm_opaque_prefetch(gm_engine *engine, uint32_t chunk, bool *out)
-{
-    *out = true;
-    for (int piece = 0; *out && piece < N_PIECES; piece++) {
-        GM_TRY(gm_chunks_prefetch(engine->chunks, chunk, (gm_piece)piece, out));
-    }
-    return GM_OK;
-}
-
 /* Of the chunk's blocks on the device those that nothing moves off it now. */
 static size_t held_bytes(const gm_engine *engine, uint32_t chunk)
 {
@@ -404,7 +395,7 @@ gm_status gm_opaque_speculate(gm_engine *engine, uint32_t chunk, const gm_task *
         GM_TRY(gm_chunks_send_home(chunks, chunk, (gm_piece)piece));
     }
     bool is_possible, wrote_grads;
-    GM_TRY(gm_opaque_prefetch(engine, chunk, &is_possible));
+    GM_TRY(gm_chunks_bring(chunks, chunk, &is_possible));
     if (!is_possible) {
         return GM_OK;
     }

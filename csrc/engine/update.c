@@ -412,7 +412,7 @@ gm_status gm_update_issue_early(gm_engine *engine, uint32_t chunk)
     bool is_possible = true;
     if (gm_is_opaque(engine) && gm_is_pending(engine, chunk) && engine->room.plan &&
         !gm_speculation_is_of(engine, chunk, gm_task_of(engine, chunk))) {
-        GM_TRY(gm_opaque_prefetch(engine, chunk, &is_possible));
+        GM_TRY(gm_chunks_bring(engine->chunks, chunk, &is_possible));
     }
     gm_status status = is_possible ? gm_update_issue(engine, chunk) : GM_OK;
     return status == GM_ERR_NOMEM && gm_is_pending(engine, chunk) ? GM_OK : status;

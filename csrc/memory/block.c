@@ -283,7 +283,7 @@ gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind)
                                    chunks->in[kind]);
         status = status == GM_OK ? device->ops->stream_sync(device, chunks->in[kind]) : status;
     } else if (status == GM_OK && is_filled) {
-        status = gm_piece_fetch(chunks, p, kind, gm_log_of_fetch[kind]);
+        status = gm_piece_fetch(chunks, p, kind, gm_log_of_fetch[kind], chunks->in[kind]);
     }
     if (status != GM_OK) { /* nothing half done: the blocks go back */
         give_blocks_back(chunks, p);

@@ -259,10 +259,10 @@ void gm_chunks_set_timeline(gm_chunks *chunks, gm_timeline *timeline)
     }
 }
 
-gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log)
+gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log,
+                         gm_stream stream)
 {
     gm_device *device = chunks->device;
-    gm_stream stream = log == GM_LOG_REFRESH ? chunks->refresh : chunks->in[kind];
     GM_TRY(wait_fence(chunks, &p->homed, stream));
     GM_TRY(gm_piece_order_write(chunks, p, stream));
     uint32_t entry =
@@ -503,7 +503,7 @@ gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind, 
         return GM_OK;
     }
     GM_TRY(gm_chunks_note_readers(chunks, id, kind, stream));
-    GM_TRY(gm_piece_fetch(chunks, p, kind, GM_LOG_REFRESH));
+    GM_TRY(gm_piece_fetch(chunks, p, kind, GM_LOG_REFRESH, chunks->refresh));
     return p->pins > 0 ? wait_fence(chunks, &p->filled, stream) : GM_OK;
 }
 

@@ -106,6 +106,8 @@ gm_status gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has
  * happened, when its blocks are in use or it has none. */
 gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *out);
+/* The same of all own pieces, for an update, in the stream of states. */
+gm_status gm_chunks_bring(gm_chunks *chunks, uint32_t id, bool *out);
 /* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write.  A
  * transient piece can be claimed without a placement too, as gm_chunks_pin() takes blocks. */
 gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece piece, gm_stream stream,

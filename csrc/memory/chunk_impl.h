@@ -65,8 +65,8 @@ struct gm_chunks {
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
     /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up
-     * no other.  Where states have places one stream has all that comes in, in the order of need:
-     * the device does not turn from a stream that has many copies to do to one that has a needed
+     * no other.  Where states have places one has all that an update needs, in the order of need:
+     * the device does not turn from a stream that has many copies ready to one that has a needed
      * one. */
     gm_stream in[GM_N_OWN_PIECES], out[GM_N_OWN_PIECES], refresh;
 
@@ -113,7 +113,8 @@ gm_status gm_piece_wait_idle(gm_chunks *chunks, piece *p);
 /* Copies the device's bytes there, not to the home. */
 gm_status gm_piece_send_to_spare(gm_chunks *chunks, piece *p, gm_piece kind);
 /* Copies; the piece owns its blocks. */
-gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log);
+gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log,
+                         gm_stream stream);
 /* Orders `stream` behind the users of the device bytes: for writing them, or what takes over their
  * blocks. */
 gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);

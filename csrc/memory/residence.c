@@ -8,18 +8,18 @@
 #include "memory/chunk_impl.h"
 
 /* HOME -> resident; *out false: only with a placement, its blocks are in use or it has none.
- * is_fetched: the bytes are fetched, else they are undefined and `stream` may write them. */
+ * is_fetched: the bytes are fetched on `stream`, else they are undefined and it may write them. */
 static gm_status make_resident(gm_chunks *chunks, piece *p, gm_piece kind, bool is_fetched,
                                gm_stream stream, bool *out)
 {
     *out = true;
     is_fetched = is_fetched && !gm_is_transient(kind);
     if (p->n_blocks > 0 && chunks->has_placement) {
-        GM_TRY(gm_place_take(chunks, p, is_fetched ? chunks->in[kind] : stream, out));
+        GM_TRY(gm_place_take(chunks, p, stream, out));
         if (!*out) {
             return GM_OK;
         }
-        GM_TRY(is_fetched ? gm_piece_fetch(chunks, p, kind, gm_log_of_fetch[kind])
+        GM_TRY(is_fetched ? gm_piece_fetch(chunks, p, kind, gm_log_of_fetch[kind], stream)
                           : gm_piece_claim(chunks, p, stream));
     } else if (p->n_blocks > 0) {
         GM_TRY(gm_block_make_resident(chunks, p, kind));
@@ -43,7 +43,8 @@ gm_status gm_chunks_pin(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream
     piece *p = gm_piece_at(chunks, id, kind);
     if (!gm_is_resident(p)) {
         bool is_done;
-        GM_TRY(make_resident(chunks, p, kind, true, stream, &is_done));
+        gm_stream in = gm_is_transient(kind) ? stream : chunks->in[kind];
+        GM_TRY(make_resident(chunks, p, kind, true, in, &is_done));
         if (!is_done) {
             return fail_no_blocks(chunks, p);
         }
@@ -59,7 +60,21 @@ gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece kind, bool
 {
     piece *p = gm_piece_at(chunks, id, kind);
     *out = gm_is_resident(p);
-    return *out || !chunks->has_placement ? GM_OK : make_resident(chunks, p, kind, true, 0, out);
+    gm_stream in = gm_is_transient(kind) ? 0 : chunks->in[kind];
+    return *out || !chunks->has_placement ? GM_OK : make_resident(chunks, p, kind, true, in, out);
+}
+
+gm_status gm_chunks_bring(gm_chunks *chunks, uint32_t id, bool *out)
+{
+    *out = true;
+    for (int kind = 0; *out && kind < GM_N_OWN_PIECES; kind++) {
+        piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+        *out = gm_is_resident(p);
+        if (!*out && chunks->has_placement) {
+            GM_TRY(make_resident(chunks, p, (gm_piece)kind, true, chunks->in[GM_STATE], out));
+        }
+    }
+    return GM_OK;
 }
 
 gm_status gm_chunks_claim(gm_chunks *chunks, uint32_t id, gm_piece kind, gm_stream stream,

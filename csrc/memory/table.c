@@ -70,9 +70,9 @@ static gm_status make_streams(gm_chunks *chunks)
 {
     gm_device *device = chunks->device;
     for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
-        bool is_shared = chunks->places_states && kind > 0;
+        bool is_shared = chunks->places_states && kind == GM_GRAD;
         GM_TRY(is_shared ? GM_OK : device->ops->stream_new(device, &chunks->in[kind]));
-        chunks->in[kind] = is_shared ? chunks->in[0] : chunks->in[kind];
+        chunks->in[kind] = is_shared ? chunks->in[GM_STATE] : chunks->in[kind];
         GM_TRY(device->ops->stream_new(device, &chunks->out[kind]));
     }
     return device->ops->stream_new(device, &chunks->refresh);
@@ -169,7 +169,7 @@ void gm_chunks_free(gm_chunks *chunks)
         }
     }
     for (int kind = GM_N_OWN_PIECES - 1; kind >= 0; kind--) {
-        bool is_shared = kind > 0 && chunks->in[kind] == chunks->in[0];
+        bool is_shared = kind == GM_GRAD && chunks->in[kind] == chunks->in[GM_STATE];
         chunks->in[kind] = is_shared ? 0 : chunks->in[kind];
         gm_free_stream(device, &chunks->in[kind]);
         gm_free_stream(device, &chunks->out[kind]);

@@ -122,21 +122,32 @@ static uint32_t copy(gm_replay *r, gm_lane lane, size_t bytes)
 {
     bool is_outward =
         lane == GM_LANE_EVICT || lane == GM_LANE_GRAD_OUT || lane == GM_LANE_STATE_OUT;
-    if (r->problem->input->is_opaque && (lane == GM_LANE_FETCH || lane == GM_LANE_GRAD_IN)) {
-        lane = GM_LANE_STATE; /* one stream has all of them (chunk_impl.h) */
+    if (r->problem->input->is_opaque && lane == GM_LANE_GRAD_IN) {
+        lane = GM_LANE_STATE; /* one stream has both (chunk_impl.h) */
     }
     *(is_outward ? &r->load->out : &r->load->in) += r->weight * (double)bytes;
     return gm_sim_add(&r->sim, lane, (double)bytes);
 }
 
-static void fetch(gm_replay *r, uint32_t c)
+static void fetch_in(gm_replay *r, uint32_t c, gm_lane lane)
 {
     gm_item *w = item(r, c, GM_WEIGHT);
     if (w->is_there) {
         return;
     }
     claim(r, c, GM_WEIGHT);
-    w->filled = copy(r, GM_LANE_FETCH, chunk_of(r, c)->bytes[GM_WEIGHT]);
+    w->filled = copy(r, lane, chunk_of(r, c)->bytes[GM_WEIGHT]);
+}
+
+static void fetch(gm_replay *r, uint32_t c)
+{
+    fetch_in(r, c, GM_LANE_FETCH);
+}
+
+/* With what else the update needs, where one stream has all of it. */
+static void fetch_for_update(gm_replay *r, uint32_t c)
+{
+    fetch_in(r, c, r->problem->input->is_opaque ? GM_LANE_STATE : GM_LANE_FETCH);
 }
 
 static void grad_out(gm_replay *r, uint32_t c)
@@ -287,7 +298,7 @@ static void update_on_device(gm_replay *r, uint32_t c)
     uint32_t cls = r->plan->class_of[c], node;
     double seconds = (double)chunk_of(r, c)->numel / r->problem->input->rates.device_adam;
     grad_in(r, c);
-    fetch(r, c);
+    fetch_for_update(r, c);
     r->load->compute += r->weight * seconds;
     if (!gm_is_state_streamed(cls)) {
         node = update_in_place(r, c, seconds, false);
@@ -310,7 +321,7 @@ static void speculate_in_place(gm_replay *r, uint32_t c, double seconds)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
     grad_out(r, c);
-    fetch(r, c);
+    fetch_for_update(r, c);
     w->filled = g->used = pass_states(r, c, seconds, true);
     gm_sim_wait(&r->sim, w->filled);
     gm_sim_wait(&r->sim, s->homed);
