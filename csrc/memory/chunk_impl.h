@@ -65,9 +65,8 @@ struct gm_chunks {
     uintptr_t span[GM_N_PIECES];
     size_t span_bytes[GM_N_PIECES];
     /* A stream for each kind of copy, so that one that waits (for an update, for a slot) holds up
-     * no other.  Where states have places one has all that an update needs, in the order of need:
-     * the device does not turn from a stream that has many copies ready to one that has a needed
-     * one. */
+     * no other.  Where states have places one has what updates need, in that order: a stream with
+     * many copies ready keeps the device from one with a needed one. */
     gm_stream in[GM_N_OWN_PIECES], out[GM_N_OWN_PIECES], refresh;
 
     gm_block *blocks;      /* (capacity,) handles */
