@@ -53,6 +53,7 @@ gm_status gm_engine_read(gm_engine *engine, uint32_t id, gm_field field, uint64_
     status = status == GM_OK ? gm_update_check_between(engine, p->place.chunk) : status;
     if (status == GM_OK && (field != GM_FIELD_GRAD || gm_is_opaque(engine))) {
         status = gm_watch_poll(engine);
+        status = status == GM_OK ? gm_glance_settle(engine) : status;
         status = status == GM_OK ? gm_update_issue(engine, p->place.chunk) : status;
     }
     if (status == GM_OK && field == GM_FIELD_GRAD) {
@@ -79,7 +80,8 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     GM_TRY(gm_engine_check_param(engine, id));
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
-    GM_TRY(gm_call_begin(engine));
+    GM_TRY(gm_call_begin_on(engine, stream));
+    p->n_writes++;
     gm_status status = begin_write(engine, p->place.chunk);
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_gradient_drop(engine, p);
@@ -104,7 +106,8 @@ gm_status gm_engine_fill(gm_engine *engine, uint32_t id, gm_field field, uint64_
                "field %d of %s cannot be filled in parts", (int)field, gm_engine_name(engine, id));
     span part = {0};
     GM_TRY(span_of(engine, id, first, n, &part));
-    GM_TRY(gm_call_begin(engine));
+    GM_TRY(gm_call_begin_on(engine, stream));
+    p->n_writes++;
     gm_status status = begin_write(engine, p->place.chunk);
     if (status == GM_OK && part.n > 0) {
         size_t width =
@@ -190,7 +193,8 @@ done:
 gm_status gm_engine_note_write(gm_engine *engine, uint32_t id, gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));
-    GM_TRY(gm_call_begin(engine));
+    GM_TRY(gm_call_begin_on(engine, stream));
+    engine->params[id].n_writes++;
     return gm_call_end(engine, note_write(engine, id, stream));
 }
 

@@ -84,7 +84,7 @@ gm_status gm_engine_grad_put(gm_engine *engine, uint32_t id, const void *grad, g
                              gm_stream stream)
 {
     GM_TRY(gm_engine_check_param(engine, id));
-    GM_TRY(gm_call_begin(engine));
+    GM_TRY(gm_call_begin_on(engine, stream));
     gm_param *p = &engine->params[id];
     gm_status status =
         p->spec.has_grad ? take_grad(engine, p, grad, dtype, stream)

@@ -49,6 +49,7 @@ typedef struct gm_param {
     uint8_t *before;
     uint64_t n_found;  /* writes of the weight that comparison has found (watch.c) */
     uint32_t n_looks;  /* that have found none */
+    uint64_t n_writes; /* of the weight that the engine knows of, updates left out (glance.c) */
     bool is_low_given; /* low parts were written since, for any weight whose master they can be */
 } gm_param;
 
@@ -200,7 +201,7 @@ typedef struct gm_ranks {
 typedef struct gm_glance { /* one use of a weight; places of its bytes in the page */
     uint32_t param;
     size_t before, after, bytes;
-    uint64_t version, n_found; /* of its chunk's weights, of the weight; as it began */
+    uint64_t n_writes; /* of the weight, as it began */
 } gm_glance;
 
 typedef struct gm_glance_page {
@@ -735,6 +736,7 @@ gm_status gm_glance_end_of(gm_engine *engine, uint32_t chunk); /* before an upda
 void gm_glance_drop(gm_lease *lease); /* its storage has gone in the middle of a use */
 /* What was glanced at before is compared, or on its way to be; an error: a weight was written. */
 gm_status gm_glance_turn(gm_engine *engine);
+gm_status gm_glance_settle(gm_engine *engine); /* all of it is compared; the host waits */
 
 /* gathered.c */
 void gm_gathered_free(gm_engine *engine);

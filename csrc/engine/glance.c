@@ -17,8 +17,9 @@
  *   2. Both copies are issued to the stream of the use while its chunk is pinned, one before the
  *      address is given away and one behind the last user.
  *   3. A page is written again only after the host has compared what it had.
- *   4. What the engine knows to have been written in between (an operation of torch on it, which a
- *      version tells) is no kernel's: that use counts for nothing. */
+ *   4. A use counts for nothing where the engine knows of a write of that weight since it began (an
+ *      operation of torch, which a version tells; what watch.c finds).  An update is behind the
+ *      copies of the uses before it. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>
@@ -99,7 +100,7 @@ void gm_glance_free(gm_engine *engine)
 
 static bool is_written(const gm_engine *engine, const gm_glance *glance, const uint8_t *home)
 {
-    bool is_known = engine->params[glance->param].n_found != glance->n_found; /* invariant 4 */
+    bool is_known = engine->params[glance->param].n_writes != glance->n_writes; /* invariant 4 */
     return !is_known && memcmp(home + glance->before, home + glance->after, glance->bytes) != 0;
 }
 
@@ -167,17 +168,18 @@ gm_status gm_glance_turn(gm_engine *engine)
     return GM_OK;
 }
 
+gm_status gm_glance_settle(gm_engine *engine)
+{
+    GM_TRY(gm_glance_turn(engine));
+    return take(engine, !engine->glance.turn);
+}
+
 static bool is_eligible(const gm_engine *engine, const gm_lease *lease)
 {
     const gm_param *p = &engine->params[lease->param];
     size_t bytes = bytes_of(engine, lease->param);
     return !engine->glance.is_refused && !lease->is_pinned && p->n_found == 0 &&
            p->n_looks >= GM_LOOKS && bytes > 0 && bytes <= MOST_BYTES;
-}
-
-static uint64_t version_of(const gm_engine *engine, const gm_param *p)
-{
-    return gm_chunks_version(engine->chunks, p->place.chunk, GM_WEIGHT);
 }
 
 static gm_status copy(gm_engine *engine, const gm_lease *lease, size_t at)
@@ -219,12 +221,12 @@ gm_status gm_glance_begin(gm_lease *lease, gm_stream stream, bool *out)
     }
     GM_TRY(GM_GROW(page->glances, page->n, page->capacity, "HOST: %zu glances"));
     const gm_param *p = &engine->params[lease->param];
+    GM_TRY(gm_chunks_wait_ready(engine->chunks, p->place.chunk, engine->shown, stream));
     page->glances[page->n] = (gm_glance){.param = lease->param,
                                          .before = page->used,
                                          .after = page->used + step,
                                          .bytes = bytes,
-                                         .version = version_of(engine, p),
-                                         .n_found = p->n_found};
+                                         .n_writes = p->n_writes};
     lease->stream = page->stream = stream;
     lease->glance = page->n++;
     lease->glance_turn = g->turn;
@@ -241,13 +243,15 @@ gm_status gm_glance_end(gm_lease *lease)
         return GM_OK;
     }
     gm_glance *glance = &engine->glance.pages[lease->glance_turn].glances[lease->glance];
-    if (glance->version != version_of(engine, &engine->params[lease->param])) {
+    uint32_t chunk = engine->params[lease->param].place.chunk;
+    if (gm_chunks_pins(engine->chunks, chunk, engine->shown) == 0) { /* left after an error */
         gm_glance_drop(lease);
         return GM_OK;
     }
     lease->is_glanced = false;
     engine->glance.n_open--;
-    return copy(engine, lease, glance->after);
+    GM_TRY(copy(engine, lease, glance->after));
+    return gm_chunks_note_readers(engine->chunks, chunk, engine->shown, lease->stream);
 }
 
 void gm_glance_drop(gm_lease *lease)

@@ -39,7 +39,7 @@ static gm_status pin(gm_lease *lease, gm_stream stream)
 
 gm_status gm_lease_pin(gm_lease *lease, gm_stream stream)
 {
-    GM_TRY(gm_call_begin(lease->engine));
+    GM_TRY(gm_call_begin_on(lease->engine, stream));
     return gm_call_end(lease->engine, pin(lease, stream));
 }
 

@@ -283,10 +283,8 @@ static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *ta
     for (size_t i = 0; i < task->n_ranges; i++) {
         timed->numel += (double)(task->ranges[i].end - task->ranges[i].begin);
     }
-    if (!timed->began) {
-        GM_TRY(device->ops->event_new(device, true, &timed->began));
-        GM_TRY(device->ops->event_new(device, true, &timed->ended));
-    }
+    GM_TRY(timed->began ? GM_OK : device->ops->event_new(device, true, &timed->began));
+    GM_TRY(timed->ended ? GM_OK : device->ops->event_new(device, true, &timed->ended));
     GM_TRY(device->ops->event_record(device, timed->began, o->stream));
     GM_TRY(call(engine, chunk, task, how, wrote_grads));
     o->n_timed++;

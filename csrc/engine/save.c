@@ -32,6 +32,7 @@ gm_status gm_engine_save_begin(gm_engine *engine, const uint32_t *params, uint32
         status = gm_update_check_between(engine, engine->params[params[i]].place.chunk);
     }
     status = status == GM_OK ? gm_watch_poll(engine) : status;
+    status = status == GM_OK ? gm_glance_settle(engine) : status;
     status = status == GM_OK ? gm_update_issue_all(engine) : status;
     status = status == GM_OK ? gm_ranks_settle(engine) : status; /* later failures are not of it */
     if (status == GM_OK) {

@@ -101,6 +101,7 @@ static gm_status reconcile(gm_engine *engine, gm_lease *lease)
         gm_chunks_read_device(engine->chunks, p->place.chunk, s.piece, s.offset, s.bytes, weight);
     if (status == GM_OK && memcmp(weight, lease->old, s.bytes) != 0) {
         p->n_found++;
+        p->n_writes++;
         if (s.piece == GM_GATHERED) {
             status = gm_field_take_back(engine, p, lease->old, weight, lease->stream);
         } else {

@@ -152,15 +152,22 @@ def in_plain_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_stream(device: torch.device, stream: int) -> Iterator[None]:
-    """Inside, the device and its stream are the ones that the core has said, which as a rule are the caller's."""
+    """Inside, the device and its stream are the ones that the core has said, which as a rule are the caller's. Where
+    that is not CUDA's default one, work that is launched there nevertheless (as bitsandbytes does) is in order, too.
+    """
     if device.type == "cpu":
         yield
         return
-    current = torch.cuda.current_stream(device)
-    if current.cuda_stream != stream:
-        current = torch.cuda.ExternalStream(stream, device)
-    with torch.cuda.stream(current):
+    own, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    if own.cuda_stream != stream:  # an ExternalStream of 0 would be another one
+        own = torch.cuda.ExternalStream(stream, device) if stream else default
+    is_other = own.cuda_stream != default.cuda_stream
+    if is_other:
+        default.wait_stream(own)
+    with torch.cuda.stream(own):
         yield
+    if is_other:
+        own.wait_stream(default)
 
 
 def room(leaf: Leaf) -> torch.Tensor:

@@ -154,6 +154,7 @@ class OpaqueEntries:
         places, stand_in = self._adopted_as.get(slot), self._stand_in(slot)
         if places is None or not places.keys() <= entry.keys():
             return False
+        n_bytes = self._divisions.form(slot).nbytes
         for key, value in entry.items():
             if type(value) is not torch.Tensor:
                 if type(value) not in _NUMBERS:
@@ -161,7 +162,7 @@ class OpaqueEntries:
             elif value.numel() > 1:
                 if places.get(key) != _torch.place(value):
                     return False
-            elif stand_in.has(value):
+            elif stand_in.has(value) or 0 <= _torch.place(value)[0] - stand_in.states < n_bytes:
                 return False
         return True
 
@@ -410,4 +411,4 @@ class OpaqueEntries:
     def release(self) -> None:
         """The engine closes: what a program has is its own from now on."""
         self._copies.release()
-        self._entries, self._stand_ins, self._known = {}, {}, set()
+        self._entries, self._stand_ins, self._known, self._adopted_as = {}, {}, set(), {}

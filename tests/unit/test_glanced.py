@@ -7,12 +7,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gemini_strategy as gs
+from helpers.ranks import run_ranks, values
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
 
@@ -92,16 +94,25 @@ def test_a_kernel_that_writes_from_the_first_step(policy: str) -> None:
     _compare(lambda weight, step: _write(weight) if step % 4 != 3 else None, policy)
 
 
+def _scale(weight: nn.Parameter, step: int) -> None:
+    if step in (5, 8):
+        with torch.no_grad():
+            weight[:7].mul_(0.75)
+
+
 @pytest.mark.parametrize("policy", ["auto", "cpu", "cuda"])
 def test_an_operation_that_writes_late(policy: str) -> None:
     """A version tells of it."""
+    _compare(_scale, policy)
 
-    def scale(weight: nn.Parameter, step: int) -> None:
-        if step in (5, 8):
-            with torch.no_grad():
-                weight[:7].mul_(0.75)
 
-    _compare(scale, policy)
+def check_an_operation(rank: int, size: int) -> None:
+    _compare(_scale, "cpu")
+
+
+def test_an_operation_that_writes_late_on_two_ranks(tmp_path: Path) -> None:
+    """One of them has nothing of the weight's shard."""
+    values(run_ranks(2, tmp_path, check_an_operation))
 
 
 @pytest.mark.parametrize("write", [_write, lambda weight: weight.data.mul_(0.5)])
