@@ -253,7 +253,7 @@ def run_one(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "pinned_bytes": result.get("stats", {}).get("host_bytes")
         or result.get("torch_pinned_peak_bytes"),
         "run_seconds": seconds,
-        "command": command(args.out),
+        "command": command(args.out, args.timeline),
     }
 
 

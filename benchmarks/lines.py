@@ -66,9 +66,11 @@ def parse(
     return args
 
 
-def command(out: Path | None) -> str:
-    """The command line; of the path of --out the last part, which means something elsewhere too."""
-    words = [arg.replace(str(out), out.name) if out else arg for arg in sys.argv]
+def command(*outputs: Path | None) -> str:
+    """The command line; of the paths of --out and its like the last part, which means something elsewhere too."""
+    words = sys.argv
+    for out in filter(None, outputs):
+        words = [arg.replace(str(out), out.name) for arg in words]
     return shlex.join([Path(sys.executable).name, *words])
 
 

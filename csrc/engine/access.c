@@ -81,7 +81,7 @@ gm_status gm_engine_write(gm_engine *engine, uint32_t id, gm_field field, const 
     gm_param *p = &engine->params[id];
     GM_TRY(check_field(engine, id, field));
     GM_TRY(gm_call_begin_on(engine, stream));
-    p->n_writes++;
+    p->n_writes += field != GM_FIELD_GRAD;
     gm_status status = begin_write(engine, p->place.chunk);
     if (status == GM_OK && field == GM_FIELD_GRAD) {
         status = gm_gradient_drop(engine, p);

@@ -48,7 +48,7 @@ typedef struct gm_param {
      * parts are all 0. */
     uint8_t *before;
     uint64_t n_found;  /* writes of the weight that comparison has found (watch.c) */
-    uint32_t n_looks;  /* that have found none */
+    uint32_t n_looks;  /* at uses inside units */
     uint64_t n_writes; /* of the weight that the engine knows of, updates left out (glance.c) */
     bool is_low_given; /* low parts were written since, for any weight whose master they can be */
 } gm_param;
@@ -381,7 +381,7 @@ typedef struct gm_opaques {
     uint32_t n_timed;
     bool is_timed_planned; /* those of a plan's passes */
     gm_event done;         /* the end of the last update */
-    gm_stream stream;      /* it is on this one */
+    gm_stream stream;      /* which it is on, or which waits for it: of the next one */
     bool has_run;
     bool is_running; /* on `thread`, which has let the lock go */
     pthread_t thread;

@@ -199,7 +199,7 @@ bool gm_glance_is_full(const gm_lease *lease)
            g->pages[g->turn].used + 2 * step > g->bytes;
 }
 
-/* Its uses are on one stream after the other: that of a page's first one is waited for with it. */
+/* All uses of a page are on one stream: gm_glance_turn waits for that of the first. */
 gm_status gm_glance_begin(gm_lease *lease, gm_stream stream, bool *out)
 {
     gm_engine *engine = lease->engine;

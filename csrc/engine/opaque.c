@@ -198,20 +198,14 @@ static void list_params(const gm_engine *engine, uint32_t chunk, const gm_task *
 }
 
 /* Invariant 7. */
-static gm_status use_stream(gm_engine *engine)
-{
-    gm_opaques *o = &engine->opaque;
-    GM_TRY(gm_opaque_join(engine));
-    o->stream = engine->call.stream;
-    return GM_OK;
-}
-
 gm_status gm_opaque_join(gm_engine *engine)
 {
     gm_opaques *o = &engine->opaque;
-    return o->has_run && o->stream != engine->call.stream
-               ? engine->device->ops->event_wait(engine->device, o->done, engine->call.stream)
-               : GM_OK;
+    if (o->has_run && o->stream != engine->call.stream) {
+        GM_TRY(engine->device->ops->event_wait(engine->device, o->done, engine->call.stream));
+    }
+    o->stream = engine->call.stream;
+    return GM_OK;
 }
 
 void gm_opaque_sync(gm_engine *engine)
@@ -363,7 +357,7 @@ static void unpin(gm_engine *engine, uint32_t chunk, int n_pieces)
 gm_status gm_opaque_pin(gm_engine *engine, uint32_t chunk)
 {
     GM_TRY(gm_saving_keep(engine, chunk)); /* these pins are no users, which may have written */
-    gm_status status = use_stream(engine);
+    gm_status status = gm_opaque_join(engine);
     for (int piece = 0; status == GM_OK && piece < N_PIECES; piece++) {
         status = gm_room_pin(engine, chunk, (gm_piece)piece, engine->opaque.stream);
         if (status != GM_OK) {
@@ -414,6 +408,6 @@ gm_status gm_opaque_take(gm_engine *engine, uint32_t chunk, const gm_task *task)
 {
     bool wrote_grads = false;
     GM_ASSERT(task->factor == GM_FACTOR_KNOWN);
-    GM_TRY(use_stream(engine));
+    GM_TRY(gm_opaque_join(engine));
     return call(engine, chunk, task, GM_OPAQUE_TAKE, &wrote_grads);
 }

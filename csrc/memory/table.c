@@ -168,9 +168,10 @@ void gm_chunks_free(gm_chunks *chunks)
             device->ops->block_free(device, chunks->blocks[i]);
         }
     }
-    for (int kind = GM_N_OWN_PIECES - 1; kind >= 0; kind--) {
-        bool is_shared = kind == GM_GRAD && chunks->in[kind] == chunks->in[GM_STATE];
-        chunks->in[kind] = is_shared ? 0 : chunks->in[kind];
+    if (chunks->in[GM_GRAD] == chunks->in[GM_STATE]) {
+        chunks->in[GM_GRAD] = 0;
+    }
+    for (int kind = 0; kind < GM_N_OWN_PIECES; kind++) {
         gm_free_stream(device, &chunks->in[kind]);
         gm_free_stream(device, &chunks->out[kind]);
     }

@@ -136,15 +136,15 @@ class Ahead:
         return {slot: entry for slot, entry in entries.items() if entry is not None}
 
 
-# Nothing writes them in place.
-_PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype)
+# Nothing writes them in place, and no tensors are in them.
+VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
 def is_plain(entry: Mapping[Any, Any]) -> bool:
     """Whether it has tensors and numbers alone: a list or an object that a program has would be another one than the
     step's.
     """
-    return all(isinstance(value, _PLAIN) for value in entry.values())
+    return all(isinstance(value, (torch.Tensor, *VALUES)) for value in entry.values())
 
 
 def entry_apart(entry: Mapping[Any, Any], stays: set[Path]) -> dict[Any, Any]:
@@ -153,13 +153,12 @@ def entry_apart(entry: Mapping[Any, Any], stays: set[Path]) -> dict[Any, Any]:
         type(value) is torch.Tensor or not isinstance(value, torch.Tensor)
         for value in entry.values()
     ):
-        made: dict[int, torch.Tensor] = {}
-        return {
-            key: value
-            if not isinstance(value, torch.Tensor) or (key,) in stays
-            else made.setdefault(id(value), _clone(value))
+        clones = {
+            id(value): _clone(value)
             for key, value in entry.items()
+            if isinstance(value, torch.Tensor) and (key,) not in stays
         }
+        return {key: clones.get(id(value), value) for key, value in entry.items()}
     apart = {path: t if path in stays else _clone(t) for path, t in leaves(entry)}
     return with_leaves(dict(entry), apart)  # type: ignore[no-any-return]
 

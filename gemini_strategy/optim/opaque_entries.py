@@ -21,7 +21,7 @@ import torch
 from gemini_strategy import _torch
 from gemini_strategy.errors import GeminiError
 from gemini_strategy.optim import opaque
-from gemini_strategy.optim.ahead import Ahead
+from gemini_strategy.optim.ahead import VALUES, Ahead
 from gemini_strategy.optim.chunk_tensors import StandIn, room, tensor_at, twin
 from gemini_strategy.optim.opaque import Form, Leaf, Path, is_kept_in_chunk, leaves, with_leaves
 from gemini_strategy.optim.opaque_parts import Division, Divisions, forked
@@ -30,9 +30,6 @@ from gemini_strategy.optim.opaque_states import Copies, Snapshots
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
     from gemini_strategy.runtime import Runtime
-
-
-_NUMBERS = (int, float, bool, str, type(None))
 
 
 class OpaqueEntries:
@@ -50,9 +47,8 @@ class OpaqueEntries:
         self._has_shards = runtime.ranks.shard.size > 1
         self._copies: Copies | Snapshots = Snapshots(self) if self._has_shards else Copies(self)
         self._ahead = Ahead(self._renumber)
-        self._adopted_as: dict[
-            Slot, dict[Any, tuple[Any, ...]]
-        ] = {}  # where flat entries have their tensors
+        # Where entries that are no more than tensors and values have their large tensors.
+        self._adopted_as: dict[Slot, dict[Any, tuple[Any, ...]]] = {}
 
     def _renumber(self) -> None:
         """No step has the numbers of one before."""
@@ -157,7 +153,7 @@ class OpaqueEntries:
         n_bytes = self._divisions.form(slot).nbytes
         for key, value in entry.items():
             if type(value) is not torch.Tensor:
-                if type(value) not in _NUMBERS:
+                if isinstance(value, torch.Tensor) or not isinstance(value, VALUES):
                     return False
             elif value.numel() > 1:
                 if places.get(key) != _torch.place(value):

@@ -254,9 +254,8 @@ def _tensor_difference(one: Any, other: Any, where: str, depth: int) -> tuple[st
         return found or difference(inner[0], inner[1], where, depth)
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return where, math.inf
-    if (
-        one.device != other.device
-    ):  # bitsandbytes moves its tables with the first parameter that needs them
+    # bitsandbytes moves its tables with the first parameter that needs them
+    if one.device != other.device:
         one, other = one.cpu(), other.cpu()
     one, other = one.detach().contiguous(), other.detach().contiguous()
     same = one.reshape(-1, 1).view(torch.uint8) == other.reshape(-1, 1).view(torch.uint8)

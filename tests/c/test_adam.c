@@ -303,8 +303,8 @@ static void check_split_sources(gm_workers *pool)
         CHECK(equal_arrays(&expected, &got, CAPACITY));
         copy_arrays(&got, &start, CAPACITY);
         gm_split_host(format, source, master, (char *)got.weight + 2, NULL, BIG, pool);
-        for (size_t i = 0; i < BIG && format != GM_F32;
-             i++) { /* without low parts ties go to even */
+        /* without low parts ties go to even */
+        for (size_t i = 0; i < BIG && format != GM_F32; i++) {
             uint32_t bits = gm_canonical_bits(start.v[i + 1]);
             uint16_t half = format == GM_BF16 ? gm_bits_to_bf16(bits) : gm_bits_to_f16(bits);
             memcpy((char *)(void *)expected.weight + 2 + 2 * i, &half, sizeof half);

@@ -66,8 +66,7 @@ def _train(model: nn.Module, engine: gs.Engine | None, optimizer: torch.optim.Op
 
 def _compare(then: Callable[[nn.Parameter, int], None] | None, policy: str) -> None:
     plain, model = _model(then), _model(then)
-    adam = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    _train(plain, None, adam)
+    _train(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     budget = {} if policy == "cuda" else {"device_budget": 96 << 10}
     with gs.manage(

@@ -89,9 +89,8 @@ class Plain:
             n: p.detach().clone(memory_format=torch.preserve_format)
             for n, p in self.model.named_parameters()
         }
-        for (
-            p
-        ) in self.model.parameters():  # nobody keeps masters: torch's own rounding, ties to even
+        # Nobody keeps masters: torch's own rounding, ties to even.
+        for p in self.model.parameters():
             if precision == "bf16-true" and p.requires_grad:
                 p.data = p.data.to(torch.bfloat16)
         gs.cast_model_(self.model, precision)
