@@ -119,7 +119,7 @@ PRESETS = {
         _both("gemini-auto"),
         optimizer="bnb_adamw8bit",
         liger=True,
-        host_budget="107GB",
+        host_budget="105500MB",
     ),
     "full": Case(
         "full: 3.44 G parameters, T = 16K, everything fits",

@@ -39,6 +39,7 @@
  *      update have the same bits, so ranks need not agree on which they have. */
 #include "engine/engine_impl.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 enum { PINNED_BYTES_PER_ENTRY = 512 }; /* in the driver's tables on the device, of an H200 */
@@ -74,12 +75,6 @@ void gm_speculation_free(gm_engine *engine)
     for (uint32_t i = 0; i < engine->speculation.n_arenas; i++) {
         gm_arena_free(engine->speculation.arenas[i]);
     }
-}
-
-static size_t spare_bytes(const gm_engine *engine, uint32_t chunk)
-{
-    return gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT),
-                          gm_engine_piece_bytes(engine, chunk, GM_STATE));
 }
 
 /* ---- whether to ---- */
@@ -122,7 +117,10 @@ size_t gm_speculation_device_bytes(const gm_engine *engine)
 {
     size_t most = gm_speculation_budget(engine), taken = engine->speculation.bytes, all = 0;
     for (uint32_t chunk = 0; most > 0 && chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        all += gm_chunk_spec(engine, chunk)->has_moments ? spare_bytes(engine, chunk) : 0;
+        all += gm_chunk_spec(engine, chunk)->has_moments
+                   ? gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT)) +
+                         gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, GM_STATE))
+                   : 0;
     }
     most = most < all ? most : all;
     return engine->device->is_host || most < taken ? 0 : (most - taken) / PINNED_BYTES_PER_ENTRY;
@@ -208,50 +206,112 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
 
 /* ---- spares ---- */
 
-static bool wants_spare(const gm_engine *engine, uint32_t chunk)
+/* Under the plan.  Weights that an opaque update finds on the device stay there, and their home is
+ * what a spare would be. */
+static bool is_spare_for(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
-    return gm_plan_is_speculated(engine->room.plan, chunk) &&
-           !gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT);
+    const gm_plan *plan = engine->room.plan;
+    bool is_in_place = gm_is_opaque(engine) && piece == GM_WEIGHT &&
+                       gm_plan_place(plan, chunk, GM_WEIGHT)->is_resident;
+    return gm_plan_is_speculated(plan, chunk) && !is_in_place &&
+           gm_engine_piece_bytes(engine, chunk, piece) > 0;
 }
 
-static gm_status give_spares(gm_engine *engine, uint8_t *at, size_t bytes)
+/* Of the spares that the chunk still needs. */
+static size_t wanted_bytes(const gm_engine *engine, uint32_t chunk)
+{
+    size_t bytes = 0;
+    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+        bool is_wanted = is_spare_for(engine, chunk, (gm_piece)piece) &&
+                         !gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece);
+        bytes +=
+            is_wanted ? gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, (gm_piece)piece)) : 0;
+    }
+    return bytes;
+}
+
+/* What this plan has no use for. */
+static gm_status take_back_spares(gm_engine *engine)
 {
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        size_t own = spare_bytes(engine, chunk);
-        if (wants_spare(engine, chunk) && own <= bytes) {
-            size_t weights = gm_spare_offset(gm_engine_piece_bytes(engine, chunk, GM_WEIGHT));
-            GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, GM_STATE, at + weights));
-            GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, GM_WEIGHT, at));
-            at += own;
-            bytes -= own;
-        }
-    }
-    return GM_OK;
-}
-
-static bool is_alike(const gm_engine *engine, uint32_t a, uint32_t b)
-{
-    return gm_engine_piece_bytes(engine, a, GM_WEIGHT) ==
-               gm_engine_piece_bytes(engine, b, GM_WEIGHT) &&
-           gm_engine_piece_bytes(engine, a, GM_STATE) == gm_engine_piece_bytes(engine, b, GM_STATE);
-}
-
-/* What the plan before speculated and this one does not has spares to give. */
-static gm_status move_spares(gm_engine *engine)
-{
-    uint32_t n = gm_layout_n_chunks(engine->layout);
-    for (uint32_t chunk = 0; chunk < n; chunk++) {
-        for (uint32_t other = 0; other < n && wants_spare(engine, chunk); other++) {
-            if (gm_chunks_spare(engine->chunks, other, GM_WEIGHT) &&
-                !gm_plan_is_speculated(engine->room.plan, other) &&
-                is_alike(engine, chunk, other)) {
-                move(&engine->chunk_states[other], GM_RESULT_NONE);
-                GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_STATE));
-                GM_TRY(gm_chunks_move_spare(engine->chunks, other, chunk, GM_WEIGHT));
+        for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+            if (gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece) &&
+                !is_spare_for(engine, chunk, (gm_piece)piece)) {
+                move(&engine->chunk_states[chunk], GM_RESULT_NONE);
+                GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, (gm_piece)piece));
             }
         }
     }
     return GM_OK;
+}
+
+typedef struct gm_span {
+    uint8_t *begin, *end;
+} gm_span;
+
+static int compare_spans(const void *a, const void *b)
+{
+    const gm_span *left = a, *right = b;
+    return (left->begin > right->begin) - (left->begin < right->begin);
+}
+
+/* (2 n,) what has been given of the arenas, by address; NULL: no memory. */
+static gm_span *list_given(const gm_engine *engine, size_t *out_n)
+{
+    uint32_t n = gm_layout_n_chunks(engine->layout);
+    gm_span *spans = malloc(((size_t)n * 2 + 1) * sizeof *spans);
+    *out_n = 0;
+    for (uint32_t chunk = 0; spans && chunk < n; chunk++) {
+        for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+            uint8_t *at = gm_chunks_given(engine->chunks, chunk, (gm_piece)piece);
+            size_t bytes = gm_engine_piece_bytes(engine, chunk, (gm_piece)piece);
+            if (at) {
+                spans[(*out_n)++] = (gm_span){at, at + gm_spare_bytes(bytes)};
+            }
+        }
+    }
+    qsort(spans, spans ? *out_n : 0, sizeof *spans, compare_spans);
+    return spans;
+}
+
+/* Gives [at, end), of which nothing is given, to chunks that want it all together and fit. */
+static gm_status give_span(gm_engine *engine, uint8_t *at, const uint8_t *end)
+{
+    for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
+        if (wanted_bytes(engine, chunk) == 0 || wanted_bytes(engine, chunk) > (size_t)(end - at)) {
+            continue;
+        }
+        move(&engine->chunk_states[chunk], GM_RESULT_NONE); /* a result that needed none is gone */
+        for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+            if (is_spare_for(engine, chunk, (gm_piece)piece) &&
+                !gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece)) {
+                GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, (gm_piece)piece, at));
+                at += gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, (gm_piece)piece));
+            }
+        }
+    }
+    return GM_OK;
+}
+
+/* Deals out what of the arenas is not given. */
+static gm_status give_rest(gm_engine *engine)
+{
+    gm_speculation *s = &engine->speculation;
+    size_t n, next = 0;
+    gm_span *given = list_given(engine, &n);
+    gm_status status = GM_OK;
+    for (uint32_t i = 0; given && i < s->n_arenas; i++) {
+        uint8_t *at = gm_arena_base(s->arenas[i]), *end = at + gm_arena_bytes(s->arenas[i]);
+        for (next = 0; next < n && status == GM_OK; next++) {
+            if (given[next].begin >= at && given[next].begin < end) {
+                status = give_span(engine, at, given[next].begin);
+                at = given[next].end;
+            }
+        }
+        status = status == GM_OK ? give_span(engine, at, end) : status;
+    }
+    free(given);
+    return status;
 }
 
 void gm_speculation_take_room(gm_engine *engine)
@@ -260,15 +320,16 @@ void gm_speculation_take_room(gm_engine *engine)
     if (n_planned(engine) == 0) {
         return;
     }
-    gm_status moved = move_spares(engine);
-    if (moved != GM_OK) { /* the device has failed */
-        (void)gm_engine_die(engine, moved);
+    gm_status status = take_back_spares(engine);
+    status = status == GM_OK ? give_rest(engine) : status;
+    if (status != GM_OK) { /* the device has failed */
+        (void)gm_engine_die(engine, status);
         return;
     }
     size_t bytes = 0, left = s->limit - s->bytes;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        size_t own = spare_bytes(engine, chunk);
-        bytes += wants_spare(engine, chunk) && own <= left - bytes ? own : 0;
+        size_t own = wanted_bytes(engine, chunk);
+        bytes += own <= left - bytes ? own : 0;
     }
     gm_arena *arena;
     if (bytes == 0 || s->n_arenas == GM_MOST_SPARE_ARENAS) {
@@ -280,7 +341,8 @@ void gm_speculation_take_room(gm_engine *engine)
     }
     engine->speculation.arenas[s->n_arenas++] = arena;
     s->bytes += bytes;
-    (void)give_spares(engine, gm_arena_base(arena), bytes);
+    uint8_t *base = gm_arena_base(arena);
+    (void)give_span(engine, base, base + bytes);
     s->seconds += gm_seconds() - began;
 }
 
@@ -299,7 +361,7 @@ static bool is_whole(const gm_engine *engine, uint32_t chunk, const gm_task *tas
 
 static bool may_use_spare(const gm_engine *engine, uint32_t chunk)
 {
-    return gm_chunks_spare(engine->chunks, chunk, GM_WEIGHT) &&
+    return wanted_bytes(engine, chunk) == 0 &&
            gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0 &&
            (gm_is_opaque(engine) ? gm_chunks_pins(engine->chunks, chunk, GM_STATE) == 0
                                  : !gm_chunks_is_resident(engine->chunks, chunk, GM_STATE));
@@ -336,7 +398,9 @@ static bool is_valid(const gm_engine *engine, uint32_t chunk)
     const gm_chunk_state *state = &engine->chunk_states[chunk];
     uint64_t now[GM_N_OWN_PIECES];
     read_versions(engine, chunk, now);
-    return state->result == GM_RESULT_MADE && memcmp(now, state->seen, sizeof now) == 0;
+    return state->result == GM_RESULT_MADE && memcmp(now, state->seen, sizeof now) == 0 &&
+           gm_chunks_has_next(engine->chunks, chunk, GM_WEIGHT) &&
+           gm_chunks_has_next(engine->chunks, chunk, GM_STATE);
 }
 
 void gm_speculation_begin_numbers(gm_engine *engine)

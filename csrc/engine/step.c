@@ -136,6 +136,7 @@ static gm_status step(gm_engine *engine, const gm_update *updates, uint32_t n, b
     GM_TRY(sort_updates(updates, n, &sorted));
     gm_status status = gm_call_begin_on(engine, stream);
     if (status == GM_OK) { /* nothing is written before these have passed */
+        gm_timer_stop(engine, stream);
         status = check_not_used_up(engine, sorted, n);
         status = status == GM_OK ? check_clip(engine, is_late) : status;
         status = status == GM_OK ? gm_opaque_check_room(engine, sorted, n) : status;

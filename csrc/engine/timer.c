@@ -1,7 +1,7 @@
 /* timer.c - how long each tick's own work takes.
  *
  * Timed events on the caller's stream bracket it: from after the engine's waits to the beginning of
- * the next tick.  So copies and host waits do not count as compute. */
+ * the next tick, or of the step.  So copies, host waits and updates do not count as compute. */
 #include "engine/engine_impl.h"
 
 #include <stdlib.h>

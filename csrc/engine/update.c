@@ -351,8 +351,8 @@ static void look_at_factor(gm_engine *engine, gm_task *task)
  * invariant 3. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_STATE));
-    GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, GM_WEIGHT));
+    GM_TRY(gm_chunks_take_next(engine->chunks, chunk, GM_STATE));
+    GM_TRY(gm_chunks_take_next(engine->chunks, chunk, GM_WEIGHT));
     if (task->factor == GM_FACTOR_LATE) { /* not behind the speculations of other chunks */
         task->factor = GM_FACTOR_REDO;
         GM_TRY(run_on_host(engine, chunk, task, redone, engine->clip.stream));

@@ -158,11 +158,13 @@ gm_status gm_chunks_roll_back(gm_chunks *chunks, uint32_t id, gm_piece kind, boo
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(gm_is_resident(p) && p->pins == 0 && p->home && !gm_is_transient(kind));
-    if (keeps) {
+    if (keeps && p->spare) {
         GM_TRY(gm_piece_send_to_spare(chunks, p, kind));
     }
     p->version++;
-    return release(chunks, p, id, kind);
+    GM_TRY(release(chunks, p, id, kind));
+    p->shows_next = keeps;
+    return GM_OK;
 }
 
 gm_status gm_block_evict_one(gm_chunks *chunks, bool *out)

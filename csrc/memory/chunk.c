@@ -29,12 +29,14 @@ void gm_piece_move(piece *p, piece_state to)
 {
     GM_ASSERT(may_move[p->state][to]);
     p->state = to;
+    p->shows_next = false;
 }
 
 /* Every write of a piece, on the device or at home, begins here. */
 static gm_status begin_change(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     gm_piece_at(chunks, id, kind)->version++;
+    gm_piece_at(chunks, id, kind)->shows_next = false;
     return chunks->on_change && kind <= GM_STATE ? chunks->on_change(chunks->context, id) : GM_OK;
 }
 
@@ -211,6 +213,7 @@ static gm_status order_home_write(gm_chunks *chunks, piece *p, gm_stream stream)
 static gm_status order_spare_write(gm_chunks *chunks, piece *p, gm_stream stream)
 {
     GM_ASSERT(p->spare);
+    p->shows_next = false;
     GM_TRY(wait_fence(chunks, &p->spare_homed, stream));
     GM_TRY(wait_fence(chunks, &p->spare_used, stream));
     GM_TRY(wait_fence(chunks, &p->filled, stream));
@@ -446,29 +449,54 @@ gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece kind, ui
     return GM_OK;
 }
 
-gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm_piece kind)
+uint8_t *gm_chunks_given(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
-    piece *p = gm_piece_at(chunks, from, kind);
-    GM_ASSERT(p->spare && p->bytes == gm_piece_at(chunks, to, kind)->bytes);
-    GM_TRY(gm_piece_wait_idle(chunks, p));
-    GM_TRY(gm_chunks_give_spare(chunks, to, kind, p->spare));
-    p->spare = NULL;
-    return GM_OK;
+    const piece *p = gm_piece_at(chunks, id, kind);
+    return p->spare && p->home != gm_home_made(chunks, p) ? p->home : p->spare;
 }
 
 gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
-    GM_ASSERT(p->spare && p->state != DIRTY);
+    GM_TRY(gm_piece_wait_idle(chunks, p));
+    if (p->home != gm_home_made(chunks, p)) {
+        GM_ASSERT(p->spare == gm_home_made(chunks, p));
+        if (p->state != DIRTY) {
+            gm_workers_copy(chunks->workers, p->spare, p->home, p->bytes);
+        }
+        p->home = p->spare;
+    }
+    p->spare = NULL;
+    p->shows_next = false;
+    return GM_OK;
+}
+
+bool gm_chunks_has_next(const gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    const piece *p = gm_piece_at(chunks, id, kind);
+    return p->spare || p->bytes == 0 || (p->shows_next && gm_place_is_own(chunks, p));
+}
+
+gm_status gm_chunks_take_next(gm_chunks *chunks, uint32_t id, gm_piece kind)
+{
+    piece *p = gm_piece_at(chunks, id, kind);
+    GM_ASSERT(p->state != DIRTY && gm_chunks_has_next(chunks, id, kind));
+    bool is_there = p->shows_next && gm_place_is_own(chunks, p);
     GM_TRY(begin_change(chunks, id, kind));
-    uint8_t *home = p->home;
-    fence homed = p->homed, home_used = p->home_used;
-    p->home = p->spare;
-    p->homed = p->spare_homed;
-    p->home_used = p->spare_used;
-    p->spare = home;
-    p->spare_homed = homed;
-    p->spare_used = home_used;
+    if (p->spare) {
+        uint8_t *home = p->home;
+        fence homed = p->homed, home_used = p->home_used;
+        p->home = p->spare;
+        p->homed = p->spare_homed;
+        p->home_used = p->spare_used;
+        p->spare = home;
+        p->spare_homed = homed;
+        p->spare_used = home_used;
+    } else if (is_there) {
+        gm_piece_move(p, DIRTY);
+        GM_TRY(gm_chunks_send_home(chunks, id, kind));
+    }
+    p->shows_next = is_there;
     return GM_OK;
 }
 
@@ -499,6 +527,13 @@ gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind, 
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(p->state != DIRTY);
+    if (p->shows_next) { /* the blocks have had them before */
+        p->shows_next = false;
+        if (p->state == HOME) {
+            gm_piece_move(p, CLEAN);
+        }
+        return GM_OK;
+    }
     if (p->state != CLEAN || p->n_blocks == 0) {
         return GM_OK;
     }

@@ -106,7 +106,8 @@ gm_status gm_chunks_note_write(gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* With a placement: begins to fetch a piece that is not resident.  *out is false, and nothing has
  * happened, when its blocks are in use or it has none. */
 gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *out);
-/* The same of all own pieces, for an update, in the stream of states. */
+/* The same of all own pieces, for an update, in the stream of states: weights last, whose place
+ * compute gives free. */
 gm_status gm_chunks_bring(gm_chunks *chunks, uint32_t id, bool *out);
 /* The same without fetching: the bytes are undefined, the state is DIRTY, `stream` may write.  A
  * transient piece can be claimed without a placement too, as gm_chunks_pin() takes blocks. */
@@ -157,16 +158,22 @@ gm_status gm_chunks_send_home(gm_chunks *chunks, uint32_t id, gm_piece piece);
 uint64_t gm_chunks_version(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The piece gets a spare, as long as its home, which outlives the table. */
 gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, uint8_t *spare);
-/* Another piece, as long, gets it; waits for its users. */
-gm_status gm_chunks_move_spare(gm_chunks *chunks, uint32_t from, uint32_t to, gm_piece piece);
-uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
-/* Home and spare change places: the bytes of a piece that is not DIRTY are those of the spare from
- * here on.  A resident copy is stale then: home_written. */
+/* It has none any more, and its home is where it was made; waits for users of both. */
 gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
+uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
+/* The memory that was given, which may be the home by now; NULL: none. */
+uint8_t *gm_chunks_given(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The bytes of an unpinned piece are those of its home again, which has what there was before work
- * on the device wrote it; what that wrote goes to the spare, or, unless `keeps`, nowhere.  The
- * piece is not resident any more. */
+ * on the device wrote it.  If it `keeps` what that wrote, these bytes come next: they go to the
+ * spare, if there is one, and are in the piece's blocks until something takes them.  The piece is
+ * not resident any more. */
 gm_status gm_chunks_roll_back(gm_chunks *chunks, uint32_t id, gm_piece piece, bool keeps);
+/* Whether it has the bytes that come next: a spare, or blocks that nothing has taken. */
+bool gm_chunks_has_next(const gm_chunks *chunks, uint32_t id, gm_piece piece);
+/* The bytes of a piece that is not DIRTY are those from here on: home and spare change places, or
+ * the blocks' go home.  A resident copy is stale then: home_written, which finds whether the blocks
+ * have them. */
+gm_status gm_chunks_take_next(gm_chunks *chunks, uint32_t id, gm_piece piece);
 
 /* ---- the host's own access; it may wait ---- */
 

@@ -43,7 +43,8 @@ typedef struct piece {
     uint8_t *home;    /* NULL: none, the piece is resident */
     size_t home_from; /* where the arena has a place for it */
     fence filled, used, homed, home_used;
-    bool is_home_late, is_written_inside; /* see gm_piece_note_home */
+    bool is_home_late, is_written_inside; /* gm_piece_note_home */
+    bool shows_next;  /* HOME, and its blocks have the bytes that come next, unless taken */
     uint64_t version; /* changes with whatever may have changed the piece's bytes */
     uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
     fence spare_homed, spare_used;
@@ -83,7 +84,6 @@ struct gm_chunks {
     gm_chunks_stats stats;
     gm_timeline *timeline; /* NULL: off */
 };
-
 static inline piece *gm_piece_at(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     GM_ASSERT(id < chunks->n_chunks);
@@ -114,8 +114,7 @@ gm_status gm_piece_send_to_spare(gm_chunks *chunks, piece *p, gm_piece kind);
 /* Copies; the piece owns its blocks. */
 gm_status gm_piece_fetch(gm_chunks *chunks, piece *p, gm_piece kind, gm_log_kind log,
                          gm_stream stream);
-/* Orders `stream` behind the users of the device bytes: for writing them, or what takes over their
- * blocks. */
+/* Orders `stream` behind the users of the device bytes: to write them, or to take their blocks. */
 gm_status gm_piece_order_write(gm_chunks *chunks, piece *p, gm_stream stream);
 gm_status gm_piece_note_home(gm_chunks *chunks, piece *p, gm_stream stream); /* before a pin */
 /* `stream`, ordered behind the last owner of the piece's blocks, may write them. */
@@ -124,7 +123,8 @@ gm_status gm_piece_claim(gm_chunks *chunks, piece *p, gm_stream stream);
 /* home.c */
 size_t gm_home_after(size_t from, const size_t *piece_bytes, int n);
 gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end); /* to [begin, end) */
-bool gm_has_to_stay(const gm_chunks *chunks, uint32_t id); /* it has no home, and gets none */
+uint8_t *gm_home_made(const gm_chunks *chunks, const piece *p); /* where its home is first */
+bool gm_has_to_stay(const gm_chunks *chunks, uint32_t id);      /* it has no home, and gets none */
 void gm_home_drop(gm_chunks *chunks, uint32_t id); /* nothing uses them; its pieces are resident */
 
 /* block.c */
@@ -145,6 +145,6 @@ gm_status gm_block_evict_one(gm_chunks *chunks, bool *out);
 /* Without a placement: the piece gets blocks, by creating or by evicting, and its bytes. */
 gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind);
 
-/* place.c: takes over the piece's own blocks, behind the fences of those that had them; *out false:
- * they are in use. */
+/* place.c: takes the piece's own blocks, behind their fences; *out false: they are in use. */
 gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out);
+bool gm_place_is_own(const gm_chunks *chunks, const piece *p); /* nothing has taken them since */

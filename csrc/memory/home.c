@@ -34,6 +34,11 @@ size_t gm_chunks_home_bytes(const size_t (*piece_bytes)[GM_N_PIECES], uint32_t n
     return total;
 }
 
+uint8_t *gm_home_made(const gm_chunks *chunks, const piece *p)
+{
+    return (uint8_t *)gm_arena_base(chunks->homes) + p->home_from;
+}
+
 static gm_extent extent_of(const gm_chunks *chunks, uint32_t id)
 {
     size_t bytes[GM_N_OWN_PIECES];
@@ -87,7 +92,7 @@ gm_status gm_home_give(gm_chunks *chunks, uint32_t begin, uint32_t end)
         piece *p = gm_piece_at(chunks, id, GM_WEIGHT);
         bool is_given = !p[GM_GRAD].home && !gm_has_to_stay(chunks, id);
         for (int kind = 0; is_given && kind < GM_N_OWN_PIECES; kind++) {
-            p[kind].home = (uint8_t *)gm_arena_base(chunks->homes) + p[kind].home_from;
+            p[kind].home = gm_home_made(chunks, &p[kind]);
         }
     }
     return GM_OK;

@@ -27,6 +27,15 @@ gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out
     return GM_OK;
 }
 
+bool gm_place_is_own(const gm_chunks *chunks, const piece *p)
+{
+    bool is_own = chunks->has_placement && p->is_placed;
+    for (uint32_t b = 0; is_own && b < p->n_blocks; b++) {
+        is_own = chunks->owners[p->blocks[b]] == gm_piece_index(chunks, p);
+    }
+    return is_own;
+}
+
 /* Before its blocks go elsewhere; nothing is in flight. */
 static gm_status unmap_stage(gm_chunks *chunks)
 {
@@ -53,7 +62,7 @@ gm_status gm_chunks_leave_placement(gm_chunks *chunks)
     disown_all(chunks);
     for (size_t i = 0; i < (size_t)chunks->n_chunks * GM_N_PIECES; i++) {
         piece *p = &chunks->pieces[i];
-        p->is_placed = false;
+        p->is_placed = p->shows_next = false;
         for (uint32_t b = 0; gm_is_resident(p) && b < p->n_blocks; b++) {
             chunks->owners[p->blocks[b]] = (uint32_t)i;
         }

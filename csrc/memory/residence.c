@@ -66,12 +66,13 @@ gm_status gm_chunks_prefetch(gm_chunks *chunks, uint32_t id, gm_piece kind, bool
 
 gm_status gm_chunks_bring(gm_chunks *chunks, uint32_t id, bool *out)
 {
+    static const gm_piece order[GM_N_OWN_PIECES] = {GM_STATE, GM_GRAD, GM_WEIGHT};
     *out = true;
-    for (int kind = 0; *out && kind < GM_N_OWN_PIECES; kind++) {
-        piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
+    for (int i = 0; *out && i < GM_N_OWN_PIECES; i++) {
+        piece *p = gm_piece_at(chunks, id, order[i]);
         *out = gm_is_resident(p);
         if (!*out && chunks->has_placement) {
-            GM_TRY(make_resident(chunks, p, (gm_piece)kind, true, chunks->in[GM_STATE], out));
+            GM_TRY(make_resident(chunks, p, order[i], true, chunks->in[GM_STATE], out));
         }
     }
     return GM_OK;
@@ -93,8 +94,7 @@ static bool may_lose_homes(const gm_chunks *chunks, const gm_plan *plan, uint32_
     bool is_kept = !chunks->keeps_homes;
     for (int kind = 0; is_kept && kind < GM_N_OWN_PIECES; kind++) {
         const piece *p = gm_piece_at(chunks, id, (gm_piece)kind);
-        const uint8_t *made = (const uint8_t *)gm_arena_base(chunks->homes) + p->home_from;
-        is_kept &= p->home == made && !p->spare &&
+        is_kept &= p->home == gm_home_made(chunks, p) && !p->spare &&
                    (p->n_blocks == 0 || gm_plan_place(plan, id, (gm_piece)kind)->is_resident);
     }
     return is_kept;

@@ -133,6 +133,19 @@ static void find_begins(const gm_plan_input *input, const gm_course *course, uin
     }
 }
 
+/* The tick at which so many other gradients are complete. */
+static uint32_t behind_others(const gm_course *course, uint32_t ready, uint32_t n)
+{
+    uint32_t tick = ready;
+    for (uint32_t t = ready + 1; t < course->n && n > 0; t++) {
+        if (course->trace->ticks[t].kind == GM_TICK_GRAD) {
+            tick = t;
+            n--;
+        }
+    }
+    return tick;
+}
+
 static void read_opens(const gm_plan_input *input, gm_course *course, const uint32_t *begins)
 {
     uint32_t recent[OPEN_AHEAD];
@@ -168,7 +181,7 @@ static void read_opens(const gm_plan_input *input, gm_course *course, const uint
 }
 
 gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
-                        gm_course *out)
+                        uint32_t n_behind, gm_course *out)
 {
     *out = (gm_course){.trace = trace, .n = trace->n, .n_runs = n_runs, .backward = trace->n};
     size_t n_uses;
@@ -205,7 +218,8 @@ gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint3
     for (uint32_t c = 0; c < input->n_chunks; c++) {
         uint32_t end = latest[c] == UINT32_MAX ? 0 : out->uses[latest[c]].end;
         uint32_t grad = out->grad[c] == GM_NO_TICK ? out->n : out->grad[c];
-        out->ready[c] = end > grad ? end : grad;
+        uint32_t ready = end > grad ? end : grad;
+        out->ready[c] = behind_others(out, ready, n_behind);
     }
     find_begins(input, out, latest, begins);
     read_opens(input, out, begins);
@@ -287,8 +301,8 @@ static gm_status read_problem(const gm_plan_input *input, gm_problem *out)
     }
     for (uint32_t i = 0; i < input->n_traces; i++) {
         gm_course *course = &out->courses[i];
-        GM_TRY(
-            gm_course_new(input, input->traces[i], input->n_runs ? input->n_runs[i] : 1, course));
+        uint32_t n_runs = input->n_runs ? input->n_runs[i] : 1;
+        GM_TRY(gm_course_new(input, input->traces[i], n_runs, out->n_behind, course));
         out->n_courses++;
         out->most_ticks = course->n > out->most_ticks ? course->n : out->most_ticks;
         if (!input->traces[i]->has_backward || course->n_runs == 0) {
@@ -310,9 +324,9 @@ static gm_status read_problem(const gm_plan_input *input, gm_problem *out)
     return gm_sort_chunks(main->grad, main->n, NULL, out->n, out->grad_order);
 }
 
-gm_status gm_problem_new(const gm_plan_input *input, gm_problem *out)
+gm_status gm_problem_new(const gm_plan_input *input, uint32_t n_behind, gm_problem *out)
 {
-    *out = (gm_problem){.input = input, .n = input->n_chunks};
+    *out = (gm_problem){.input = input, .n = input->n_chunks, .n_behind = n_behind};
     GM_TRY(check_input(input));
     size_t n_blocks = input->device_bytes / input->block_bytes;
     out->n_blocks = n_blocks > INT32_MAX ? INT32_MAX : (uint32_t)n_blocks;

@@ -5,6 +5,8 @@
 
 #include <stdlib.h>
 
+#define N_BEHIND 2u /* of a chunk's copy home, which takes as long as two others' backward */
+
 static uint64_t hash_of(const gm_plan *plan)
 {
     uint64_t hash = gm_fnv1a(UINT64_C(0xcbf29ce484222325), plan->n_blocks);
@@ -49,7 +51,7 @@ static void describe(const gm_problem *problem, gm_plan *plan)
         const gm_place *gathered = &plan->places[c * GM_N_PIECES + GM_GATHERED];
         info->n_kept += gathered->is_resident;
         info->n_speculated += plan->is_speculated[c];
-        info->spare_bytes += plan->is_speculated[c] ? gm_plan_spare(&input->chunks[c]) : 0;
+        info->spare_bytes += plan->is_speculated[c] ? gm_plan_spare(input, c, (gm_class)cls) : 0;
         info->kept_gathered_bytes +=
             gathered->is_resident ? gathered->length * input->block_bytes : 0;
         if (gm_is_streamed(cls)) {
@@ -74,17 +76,36 @@ static void describe(const gm_problem *problem, gm_plan *plan)
     info->hash = hash_of(plan);
 }
 
-gm_status gm_plan_new(const gm_plan_input *input, gm_plan **out)
+static gm_status make(const gm_plan_input *input, uint32_t n_behind, gm_plan **out)
 {
     gm_problem problem;
     *out = NULL;
-    GM_TRY(gm_problem_new(input, &problem));
+    GM_TRY(gm_problem_new(input, n_behind, &problem));
     gm_status status = gm_plan_search(&problem, out);
     if (status == GM_OK) {
+        (*out)->n_behind = n_behind;
         describe(&problem, *out);
     }
     gm_problem_free(&problem);
     return status;
+}
+
+/* An opaque update that is speculated may write the gradient, and waits for its copy home: that
+ * holds up compute, or, where the copy has time, memory. */
+gm_status gm_plan_new(const gm_plan_input *input, gm_plan **out)
+{
+    gm_plan *late = NULL;
+    bool has_copy = input->is_opaque && input->when == GM_DEFERRED && input->spare_bytes > 0;
+    gm_status status = has_copy ? make(input, N_BEHIND, &late) : GM_OK;
+    GM_TRY(status == GM_ERR_NOMEM ? GM_OK : status);
+    GM_TRY_ELSE(make(input, 0, out), gm_plan_free(late));
+    if (late && late->info.step_seconds < (*out)->info.step_seconds) {
+        gm_plan *other = *out;
+        *out = late;
+        late = other;
+    }
+    gm_plan_free(late);
+    return GM_OK;
 }
 
 gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_trace *trace)
@@ -97,8 +118,8 @@ gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_
     }
     GM_FAIL_IF(input->n_chunks != plan->n, GM_ERR_ARG, "plan: made for %u chunks, not for %u",
                plan->n, input->n_chunks);
-    GM_TRY(gm_problem_new(input, &problem));
-    gm_status status = gm_course_new(input, trace, 0, &course);
+    GM_TRY(gm_problem_new(input, plan->n_behind, &problem));
+    gm_status status = gm_course_new(input, trace, 0, plan->n_behind, &course);
     if (status == GM_OK) {
         gm_schedule *schedules =
             realloc(plan->schedules, (plan->n_schedules + 1) * sizeof *schedules);

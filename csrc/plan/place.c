@@ -260,7 +260,13 @@ static bool is_candidate(const gm_problem *problem, const gm_plan *plan, uint32_
            main->grad[c] != GM_NO_TICK && !is_in_use;
 }
 
-/* Opaque updates run in compute's stream, and three copies go out for each: they are spread over
+/* Streamed weights may become resident when the rings are placed: then this is too much. */
+static size_t spare_of(const gm_problem *problem, const gm_plan *plan, uint32_t c)
+{
+    return gm_plan_spare(problem->input, c, (gm_class)plan->class_of[c]);
+}
+
+/* Opaque updates run in compute's stream, and several copies go out for each: they are spread over
  * the backward, so that the others' gradients go home in between. */
 static void spread_speculated(const gm_problem *problem, const gm_choice *choice, size_t left,
                               gm_plan *plan)
@@ -268,14 +274,14 @@ static void spread_speculated(const gm_problem *problem, const gm_choice *choice
     double spares = 0, seen = 0, taken = 0;
     for (uint32_t c = 0; c < problem->n; c++) {
         bool is_one = is_candidate(problem, plan, c);
-        spares += is_one ? (double)gm_plan_spare(&problem->input->chunks[c]) : 0;
+        spares += is_one ? (double)spare_of(problem, plan, c) : 0;
     }
     double share = spares > 0 && (double)left < spares ? (double)left / spares : 1;
     share = choice->speculated < share ? choice->speculated : share;
     for (uint32_t i = problem->n; i-- > 0;) {
         uint32_t c = problem->order[i];
         double numel = (double)problem->input->chunks[c].numel;
-        size_t spare = gm_plan_spare(&problem->input->chunks[c]);
+        size_t spare = spare_of(problem, plan, c);
         if (!is_candidate(problem, plan, c)) {
             continue;
         }
@@ -304,7 +310,7 @@ static void choose_speculated(const gm_problem *problem, const gm_choice *choice
     }
     for (uint32_t i = problem->n; i-- > 0;) {
         uint32_t c = problem->order[i];
-        size_t spare = gm_plan_spare(&input->chunks[c]);
+        size_t spare = spare_of(problem, plan, c);
         double numel = (double)input->chunks[c].numel;
         if (!is_candidate(problem, plan, c)) {
             continue;

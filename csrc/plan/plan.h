@@ -103,19 +103,18 @@ typedef struct gm_plan_input {
     gm_rates rates;
 } gm_plan_input;
 
-/* Bytes of the host that a chunk's spares take: that of its weights, then, from a page on, that of
- * its states. */
-static inline size_t gm_spare_offset(size_t weight_bytes)
+/* Bytes of the host that the spare of a piece takes. */
+static inline size_t gm_spare_bytes(size_t piece_bytes)
 {
-    return gm_round_up(weight_bytes, 4096);
+    return gm_round_up(piece_bytes, 4096);
 }
-static inline size_t gm_spare_bytes(size_t weight_bytes, size_t state_bytes)
+/* That those of a chunk of a class take.  An opaque update is made in place: weights that stay on
+ * the device need none. */
+static inline size_t gm_plan_spare(const gm_plan_input *input, uint32_t chunk, gm_class class)
 {
-    return gm_spare_offset(weight_bytes) + gm_round_up(state_bytes, 4096);
-}
-static inline size_t gm_plan_spare(const gm_plan_chunk *chunk)
-{
-    return gm_spare_bytes(chunk->bytes[GM_WEIGHT], chunk->bytes[GM_STATE]);
+    const size_t *bytes = input->chunks[chunk].bytes;
+    bool has_weights = !input->is_opaque || class == GM_CLASS_S2;
+    return gm_spare_bytes(bytes[GM_STATE]) + (has_weights ? gm_spare_bytes(bytes[GM_WEIGHT]) : 0);
 }
 
 /* Blocks that a piece takes at its place. */

@@ -22,7 +22,7 @@ typedef struct gm_course {
     uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
     uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
     /* (n_chunks,) the first tick at which its update can run: its gradient is complete, and no use
-     * follows; n: none */
+     * follows, and n_behind others are complete; n: none */
     uint32_t *ready;
 } gm_course;
 
@@ -33,9 +33,10 @@ typedef struct gm_problem {
     uint32_t n_courses, main; /* main: the course that decides the order of everything */
     uint32_t most_ticks;      /* of a course */
     uint32_t n_passes;        /* with backward, in one step */
-    uint32_t *order;          /* (n,) chunks by first use in main */
-    uint32_t *grad_order;     /* (n,) chunks by gradient's tick in main; those without at the end */
-    bool *is_trained;         /* (n,) has states, and a gradient in some course */
+    uint32_t n_behind;    /* gradients that are complete between a chunk's and its speculation */
+    uint32_t *order;      /* (n,) chunks by first use in main */
+    uint32_t *grad_order; /* (n,) chunks by gradient's tick in main; those without at the end */
+    bool *is_trained;     /* (n,) has states, and a gradient in some course */
     bool has_gathered, has_unreduced; /* some chunk has such bytes */
     uint32_t n_blocks;                /* available */
 } gm_problem;
@@ -49,7 +50,7 @@ typedef struct gm_schedule {
 } gm_schedule;
 
 struct gm_plan {
-    uint32_t n, n_blocks;
+    uint32_t n, n_blocks, n_behind;
     uint8_t *class_of;          /* (n,) */
     bool *is_late;              /* (n,) updated under the next pass's forward */
     bool *is_speculated;        /* (n,) of the late ones */
@@ -96,10 +97,10 @@ static inline bool gm_is_reduced(const gm_plan_input *input, uint32_t chunk)
 }
 
 /* course.c */
-gm_status gm_problem_new(const gm_plan_input *input, gm_problem *out);
+gm_status gm_problem_new(const gm_plan_input *input, uint32_t n_behind, gm_problem *out);
 void gm_problem_free(gm_problem *problem);
 gm_status gm_course_new(const gm_plan_input *input, const gm_trace *trace, uint32_t n_runs,
-                        gm_course *out);
+                        uint32_t n_behind, gm_course *out);
 void gm_course_free(gm_course *course);
 int gm_by_begin(const void *left, const void *right); /* of gm_use, for qsort */
 /* Sorts chunks by a key (beyond `limit`: as `limit`), equal ones in the order of `from`; NULL: by

@@ -14,6 +14,8 @@
 
 /* Updates on the host that are issued ahead of the first use of their weights. */
 #define HOST_AHEAD 16u
+/* The same of opaque updates. */
+#define OPAQUE_AHEAD 4u
 
 typedef enum gm_phase {
     PHASE_GRAD_OUT,
@@ -101,9 +103,13 @@ static bool is_in_ring(const gm_writer *w, uint32_t chunk, gm_piece piece)
 }
 
 /* How many updates are issued ahead of the first use that needs one: enough for the rings and the
- * host's workers to be busy, few enough that a pass does not begin with all of them. */
+ * host's workers to be busy, few enough that a pass does not begin with all of them.  An opaque one
+ * holds up compute, in whose stream it runs. */
 static uint32_t lookahead(const gm_writer *w)
 {
+    if (w->problem->input->is_opaque) {
+        return OPAQUE_AHEAD;
+    }
     uint32_t n = 0, n_streamed = 0;
     uint64_t blocks = 0;
     for (uint32_t c = 0; c < w->plan->n; c++) {
@@ -264,11 +270,49 @@ static bool is_at_grad(const gm_writer *w, uint32_t chunk)
            w->course->ready[chunk] < w->course->n && w->problem->input->chunks[chunk].numel > 0;
 }
 
+/* Whether the gradient's place is its own until the pass ends: no other one comes there. */
+static bool is_last_there(const gm_writer *w, uint32_t chunk)
+{
+    const gm_place *place = place_of(w, chunk, GM_GRAD);
+    uint32_t n = blocks_of(w, chunk, GM_GRAD), j = 0;
+    while (j < n && (place->is_resident || w->rings.owner[gm_place_block(place, j)] == chunk)) {
+        j++;
+    }
+    return j == n;
+}
+
+static bool is_among(const uint32_t *chunks, uint32_t n, uint32_t chunk)
+{
+    uint32_t i = 0;
+    while (i < n && chunks[i] != chunk) {
+        i++;
+    }
+    return i < n;
+}
+
+/* How many of the updates that the step itself issues find their gradients where the pass has left
+ * them: these do not go home.  An opaque update would wait for that, as it may write them. */
+static uint32_t n_at_step(const gm_writer *w)
+{
+    uint32_t n = 0;
+    const gm_plan_input *input = w->problem->input;
+    bool is_open = input->is_opaque && input->when == GM_DEFERRED && w->problem->n_passes == 1;
+    while (is_open && n < w->plan->n && n < GM_ISSUED_BY_STEP) {
+        uint32_t c = w->plan->order[n];
+        is_open = w->problem->is_trained[c] && !gm_is_on_host(w->plan->class_of[c]) &&
+                  is_last_there(w, c);
+        n += is_open;
+    }
+    return n;
+}
+
+/* Behind write_grads_in, which has claimed the gradients' places. */
 static void write_grad_ticks(gm_writer *w)
 {
+    uint32_t n_kept = n_at_step(w);
     for (uint32_t i = 0; i < w->course->n_opens; i++) {
         uint32_t c = w->course->opens[i].chunk, tick = w->course->grad[c];
-        if (is_out_at_grad(w->problem, w->plan, c)) {
+        if (is_out_at_grad(w->problem, w->plan, c) && !is_among(w->plan->order, n_kept, c)) {
             note(w, tick, PHASE_GRAD_OUT, GM_OP_GRAD_OUT, c);
         }
         uint32_t ahead = w->problem->input->is_opaque ? w->course->ready[c] : tick;
@@ -411,9 +455,9 @@ gm_status gm_schedule_new(const gm_problem *problem, const gm_plan *plan, const 
             write_fetches(&w);
             write_refreshes(&w);
             write_gathers(&w);
-            write_grad_ticks(&w);
             write_updates(&w);
             write_grads_in(&w);
+            write_grad_ticks(&w);
             check_unreduced(&w);
         }
         status = w.misfit != GM_NO_TICK ? GM_FAIL(GM_ERR_STATE,

@@ -144,12 +144,6 @@ static void fetch(gm_replay *r, uint32_t c)
     fetch_in(r, c, GM_LANE_FETCH);
 }
 
-/* With what else the update needs, where one stream has all of it. */
-static void fetch_for_update(gm_replay *r, uint32_t c)
-{
-    fetch_in(r, c, r->problem->input->is_opaque ? GM_LANE_STATE : GM_LANE_FETCH);
-}
-
 static void grad_out(gm_replay *r, uint32_t c)
 {
     gm_item *g = item(r, c, GM_GRAD);
@@ -264,19 +258,21 @@ static uint32_t stream_states(gm_replay *r, uint32_t c, double seconds, bool is_
 static uint32_t update_in_place(gm_replay *r, uint32_t c, double seconds, bool is_speculation)
 {
     gm_item *s = item(r, c, GM_STATE);
+    bool is_opaque = r->problem->input->is_opaque; /* it may write all three */
     gm_sim_wait(&r->sim, is_speculation ? item(r, c, GM_WEIGHT)->homed : r->norm);
     for (uint32_t piece = 0; piece < GM_N_OWN_PIECES; piece++) {
         gm_sim_wait(&r->sim, item(r, c, (gm_piece)piece)->filled);
+        gm_sim_wait(&r->sim, is_opaque ? item(r, c, (gm_piece)piece)->homed : GM_NO_NODE);
     }
     gm_sim_wait(&r->sim, last_reader(r, c, GM_WEIGHT));
-    gm_lane lane = r->problem->input->is_opaque ? GM_LANE_COMPUTE : GM_LANE_UPDATE;
+    gm_lane lane = is_opaque ? GM_LANE_COMPUTE : GM_LANE_UPDATE;
     uint32_t node = gm_sim_add(&r->sim, lane, seconds);
     s->filled = s->used = node;
     return node;
 }
 
-/* Of an opaque update. */
-static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds, bool is_speculation)
+/* Of an opaque update, which has its three pieces one after the other. */
+static void bring(gm_replay *r, uint32_t c)
 {
     gm_item *s = item(r, c, GM_STATE);
     size_t bytes = chunk_of(r, c)->bytes[GM_STATE];
@@ -284,6 +280,14 @@ static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds, bool is_sp
         claim(r, c, GM_STATE);
         s->filled = copy(r, GM_LANE_STATE, bytes);
     }
+    grad_in(r, c);
+    fetch_in(r, c, GM_LANE_STATE);
+}
+
+static uint32_t pass_states(gm_replay *r, uint32_t c, double seconds, bool is_speculation)
+{
+    gm_item *s = item(r, c, GM_STATE);
+    size_t bytes = chunk_of(r, c)->bytes[GM_STATE];
     uint32_t node = update_in_place(r, c, seconds, is_speculation);
     if (bytes > 0) {
         gm_sim_wait(&r->sim, node);
@@ -297,8 +301,12 @@ static void update_on_device(gm_replay *r, uint32_t c)
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
     uint32_t cls = r->plan->class_of[c], node;
     double seconds = (double)chunk_of(r, c)->numel / r->problem->input->rates.device_adam;
-    grad_in(r, c);
-    fetch_for_update(r, c);
+    if (r->problem->input->is_opaque) {
+        bring(r, c);
+    } else {
+        grad_in(r, c);
+        fetch(r, c);
+    }
     r->load->compute += r->weight * seconds;
     if (!gm_is_state_streamed(cls)) {
         node = update_in_place(r, c, seconds, false);
@@ -315,19 +323,23 @@ static void update_on_device(gm_replay *r, uint32_t c)
     }
 }
 
-/* In place, with all at home as well, and from there to the spares: nothing of it stays on the
- * device. */
+/* In place, with all at home as well: weights with blocks of their own stay there, the rest goes to
+ * the spares. */
 static void speculate_in_place(gm_replay *r, uint32_t c, double seconds)
 {
     gm_item *w = item(r, c, GM_WEIGHT), *s = item(r, c, GM_STATE), *g = item(r, c, GM_GRAD);
     grad_out(r, c);
-    fetch_for_update(r, c);
+    bring(r, c);
     w->filled = g->used = pass_states(r, c, seconds, true);
-    gm_sim_wait(&r->sim, w->filled);
-    gm_sim_wait(&r->sim, s->homed);
-    w->homed = copy(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
-    w->is_there = s->is_there = false;
-    r->chunks[c].result = w->homed;
+    s->is_there = false;
+    r->chunks[c].result = w->filled;
+    if (gm_is_streamed(r->plan->class_of[c])) {
+        gm_sim_wait(&r->sim, w->filled);
+        gm_sim_wait(&r->sim, s->homed);
+        w->homed = copy(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
+        w->is_there = false;
+        r->chunks[c].result = w->homed;
+    }
 }
 
 static void speculate(gm_replay *r, uint32_t c)
@@ -357,9 +369,16 @@ static void speculate(gm_replay *r, uint32_t c)
 static void take_result(gm_replay *r, uint32_t c)
 {
     gm_item *w = item(r, c, GM_WEIGHT);
-    w->homed = item(r, c, GM_STATE)->homed = r->chunks[c].result;
+    bool is_opaque = r->problem->input->is_opaque;
+    uint32_t result = r->chunks[c].result;
     r->chunks[c].result = GM_NO_NODE;
     item(r, c, GM_GATHERED)->is_there = false;
+    if (is_opaque && w->is_there) {
+        gm_sim_wait(&r->sim, result);
+        w->homed = copy(r, GM_LANE_EVICT, chunk_of(r, c)->bytes[GM_WEIGHT]);
+        return;
+    }
+    w->homed = item(r, c, GM_STATE)->homed = result;
     if (w->is_there) {
         gm_sim_wait(&r->sim, w->homed);
         wait_for_owner(r, c, GM_WEIGHT);

@@ -268,7 +268,7 @@ static inline shape shape_of_few(uint64_t *seed, uint32_t most_units, uint32_t m
 static inline void compare_with_best(const model *m, const gm_plan *plan, double *worst)
 {
     gm_problem problem;
-    CHECK_OK(gm_problem_new(&m->input, &problem));
+    CHECK_OK(gm_problem_new(&m->input, 0, &problem));
     double best = brute_force(&problem), found = gm_plan_get_info(plan)->step_seconds;
     if (found > 1.05 * best) {
         fprintf(stderr, "%u chunks, when %d: %g, best %g\n", m->n_chunks, m->input.when, found,

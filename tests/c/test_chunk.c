@@ -3,6 +3,9 @@
 #include <string.h>
 
 #include "check.h"
+#define gm_use gm_use_of_plan /* chunk.h has another one */
+#include "plan/plan_impl.h"
+#undef gm_use
 #include "memory/chunk.h"
 
 enum { N_CHUNKS = 9, MAX_BYTES = 20000, N_STEPS = 6000 };
@@ -286,12 +289,172 @@ static void test_without_homes(void)
     device->ops->free(device);
 }
 
+/* ---- bytes that come next ---- */
+
+enum { NEXT_BYTES = 8192, OLD = 1, NEW = 2 };
+
+/* Two chunks: weights have blocks of their own, states one place for both. */
+typedef struct pair {
+    gm_device *device;
+    gm_arena *homes;
+    gm_chunks *chunks;
+    uint8_t spare[NEXT_BYTES];
+} pair;
+
+static void check_all(pair *w, uint32_t id, gm_piece piece, int value)
+{
+    uint8_t copy[NEXT_BYTES];
+    CHECK_OK(gm_chunks_read(w->chunks, id, piece, 0, sizeof copy, copy, NULL));
+    for (size_t i = 0; i < sizeof copy; i++) {
+        CHECK(copy[i] == value);
+    }
+    CHECK_OK(gm_chunks_check(w->chunks));
+    CHECK_OK(gm_chunks_check_bytes(w->chunks));
+}
+
+static void set_all(pair *w, uint32_t id, gm_piece piece, int value)
+{
+    uint8_t data[NEXT_BYTES];
+    memset(data, value, sizeof data);
+    CHECK_OK(gm_chunks_write(w->chunks, id, piece, 0, sizeof data, data, 0));
+}
+
+static void pair_new(pair *w)
+{
+    static const size_t bytes[2][GM_N_PIECES] = {{NEXT_BYTES, NEXT_BYTES, 4096},
+                                                 {NEXT_BYTES, NEXT_BYTES, 4096}};
+    gm_place places[2 * GM_N_PIECES] = {
+        [GM_WEIGHT] = {.base = 0, .length = 2, .is_resident = true},
+        [GM_STATE] = {.base = 4, .length = 2},
+        [GM_N_PIECES + GM_WEIGHT] = {.base = 2, .length = 2, .is_resident = true},
+        [GM_N_PIECES + GM_STATE] = {.base = 4, .length = 2}};
+    gm_plan plan = {.n = 2, .n_blocks = 6, .places = places};
+    uint32_t n_blocks;
+    CHECK_OK(gm_device_host_new(4096, NULL, &w->device));
+    size_t all = gm_chunks_home_bytes(bytes, 2);
+    CHECK_OK(gm_arena_reserve(w->device, all, &w->homes));
+    gm_chunks_options options = {.device = w->device,
+                                 .n_chunks = 2,
+                                 .piece_bytes = bytes,
+                                 .has_homes = true,
+                                 .homes = w->homes,
+                                 .home_limit = all,
+                                 .places_states = true,
+                                 .device_limit = 2 * all};
+    CHECK_OK(gm_chunks_new(&options, &w->chunks));
+    CHECK_OK(gm_chunks_give_homes(w->chunks));
+    CHECK_OK(gm_chunks_adopt(w->chunks, &plan, &n_blocks));
+    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+        set_all(w, 0, (gm_piece)piece, OLD);
+        set_all(w, 1, (gm_piece)piece, OLD);
+    }
+}
+
+static void pair_free(pair *w)
+{
+    gm_chunks_free(w->chunks);
+    gm_arena_free(w->homes);
+    w->device->ops->free(w->device);
+}
+
+/* Work writes the piece on the device, and is rolled back. */
+static void run_ahead(pair *w, gm_piece piece, bool keeps)
+{
+    bool is_done;
+    CHECK_OK(gm_chunks_prefetch(w->chunks, 0, piece, &is_done));
+    CHECK(is_done);
+    CHECK_OK(gm_chunks_send_home(w->chunks, 0, piece));
+    CHECK_OK(gm_chunks_begin(w->chunks, 0, piece, GM_WRITE, 0));
+    memset((void *)gm_chunks_address(w->chunks, 0, piece), NEW, NEXT_BYTES);
+    CHECK_OK(gm_chunks_end(w->chunks, 0, piece, GM_WRITE, 0));
+    CHECK_OK(gm_chunks_roll_back(w->chunks, 0, piece, keeps));
+    CHECK(!gm_chunks_is_resident(w->chunks, 0, piece));
+    check_all(w, 0, piece, OLD);
+}
+
+static uint64_t n_copied(const pair *w, bool is_in)
+{
+    gm_chunks_stats stats;
+    gm_chunks_get_stats(w->chunks, &stats);
+    return is_in ? stats.fetched_bytes : stats.evicted_bytes;
+}
+
+static void take_next(pair *w, gm_piece piece, bool is_there)
+{
+    uint64_t before = n_copied(w, true);
+    CHECK(gm_chunks_has_next(w->chunks, 0, piece));
+    CHECK_OK(gm_chunks_take_next(w->chunks, 0, piece));
+    CHECK_OK(gm_chunks_home_written(w->chunks, 0, piece, 0));
+    CHECK(n_copied(w, true) == before); /* nothing came in */
+    CHECK(gm_chunks_is_resident(w->chunks, 0, piece) == is_there);
+    check_all(w, 0, piece, NEW);
+}
+
+/* Without a spare the piece's blocks have what comes next, unless something else has been there, or it was written. */
+static void test_next_in_place(void)
+{
+    pair w;
+    pair_new(&w);
+    uint64_t before = n_copied(&w, false);
+    run_ahead(&w, GM_WEIGHT, true);
+    CHECK(n_copied(&w, false) == before); /* it waits on the device */
+    take_next(&w, GM_WEIGHT, true);
+    CHECK(n_copied(&w, false) == before + NEXT_BYTES);
+    CHECK(!gm_chunks_has_next(w.chunks, 0, GM_WEIGHT));
+    set_all(&w, 0, GM_WEIGHT, OLD);
+    for (int way = 0; way < 4; way++) {
+        run_ahead(&w, GM_WEIGHT, way > 0);
+        CHECK(gm_chunks_has_next(w.chunks, 0, GM_WEIGHT) == (way > 0));
+        if (way == 1) { /* a reader */
+            CHECK_OK(gm_chunks_pin(w.chunks, 0, GM_WEIGHT, 0));
+            CHECK(*(uint8_t *)gm_chunks_address(w.chunks, 0, GM_WEIGHT) == OLD);
+            CHECK_OK(gm_chunks_unpin(w.chunks, 0, GM_WEIGHT, 0));
+        } else if (way == 2) {
+            set_all(&w, 0, GM_WEIGHT, OLD);
+        } else if (way == 3) {
+            CHECK_OK(gm_chunks_leave_placement(w.chunks));
+        }
+        CHECK(!gm_chunks_has_next(w.chunks, 0, GM_WEIGHT));
+        check_all(&w, 0, GM_WEIGHT, OLD);
+    }
+    pair_free(&w);
+}
+
+/* With a spare it is there; the blocks may have it, too. */
+static void test_next_in_spare(void)
+{
+    for (int is_lost = 0; is_lost < 2; is_lost++) {
+        pair w;
+        pair_new(&w);
+        const uint8_t *made = gm_chunks_home(w.chunks, 0, GM_STATE);
+        CHECK_OK(gm_chunks_give_spare(w.chunks, 0, GM_STATE, w.spare));
+        run_ahead(&w, GM_STATE, true);
+        if (is_lost) { /* the other chunk's have the same blocks */
+            bool is_done;
+            CHECK_OK(gm_chunks_prefetch(w.chunks, 1, GM_STATE, &is_done));
+            CHECK(is_done);
+        }
+        take_next(&w, GM_STATE, !is_lost);
+        CHECK(gm_chunks_home(w.chunks, 0, GM_STATE) == w.spare);
+        CHECK(gm_chunks_spare(w.chunks, 0, GM_STATE) == made);
+        CHECK(gm_chunks_given(w.chunks, 0, GM_STATE) == w.spare);
+        CHECK_OK(gm_chunks_take_spare(w.chunks, 0, GM_STATE)); /* its memory may go elsewhere */
+        memset(w.spare, 0, sizeof w.spare);
+        CHECK(gm_chunks_home(w.chunks, 0, GM_STATE) == made);
+        CHECK(!gm_chunks_spare(w.chunks, 0, GM_STATE) && !gm_chunks_given(w.chunks, 0, GM_STATE));
+        check_all(&w, 0, GM_STATE, NEW);
+        pair_free(&w);
+    }
+}
+
 int main(void)
 {
     test_against_shadow();
     test_without_homes();
     test_home_limit();
     test_blocks_that_are_shown();
+    test_next_in_place();
+    test_next_in_spare();
     puts("chunk: 6000 random steps against a shadow, invariants after each");
     return 0;
 }

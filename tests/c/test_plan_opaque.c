@@ -181,7 +181,7 @@ static void test_depth(void)
     model_of_states(&m, 30, 16000000, 8, 0.001);
     m.input.when = GM_DEFERRED;
     m.input.device_bytes = whole_bytes(&m);
-    CHECK_OK(gm_problem_new(&m.input, &problem));
+    CHECK_OK(gm_problem_new(&m.input, 0, &problem));
     gm_choice choice = {.of = calloc(30, sizeof *choice.of)};
     for (uint32_t c = 0; c < 30; c++) {
         choice.of[c] =

@@ -561,7 +561,10 @@ static gm_status run_pass(gm_model *m, const gm_trace *trace, bool is_last)
             }
             m->chunks[c].has_result &= !m->fires;
         }
-        for (uint32_t i = 0; i < m->input->n_chunks && m->input->is_at_step; i++) {
+        uint32_t n = m->input->is_at_step  ? m->input->n_chunks
+                     : m->input->is_opaque ? GM_ISSUED_BY_STEP
+                                           : 0;
+        for (uint32_t i = 0; i < n && i < m->input->n_chunks; i++) {
             GM_TRY(update(m, gm_plan_update_order(m->plan)[i]));
         }
     }
