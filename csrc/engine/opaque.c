@@ -17,8 +17,8 @@
  *      before the numbers that the function reads become others.
  *   5. It may write the gradient: who reads that issues it before.
  *   6. What is speculated (speculation.c) runs at the same addresses, where all is at home as well.
- *      What it has written there goes to the spares, and is off the device before the call ends:
- *      nothing else reads it there.
+ *      What it has written there goes to the spares, or waits in blocks that are the weights' own,
+ *      and is not resident when the call ends: nothing else reads it there.
  *   7. It is issued to the stream of the call that needs it, as a step() without an engine is: it
  *      may launch kernels on CUDA's default stream, whatever stream is told (bitsandbytes does),
  *      which comes in order with the caller's work only if that is the caller's stream.  An update

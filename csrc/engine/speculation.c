@@ -7,7 +7,7 @@
  * changes.  The step prepares its tasks as always.  When a chunk's task is to be issued, and a
  * result is there that was made of the very same inputs, home and spare change places; else the
  * task runs, on weights, states and gradient that nobody has touched.  An opaque update is made in
- * place, and taken back to the spare (opaque.c, 6).
+ * place and rolled back (opaque.c, 6): its weights, if they have blocks of their own, wait there.
  *
  *             announced: numbers for all              its gradient is complete
  *     NONE ----------------------------> NUMBERED ----------------------------> MADE
@@ -19,7 +19,8 @@
  *      the same scalars (learning rate, step, decay, clip factor: everything that Adam gets), and
  *      weights, states and gradient of the same versions (chunk.h), which every write changes,
  *      whoever makes it.  There is no other way to a result, and no list of what would make it
- *      wrong; but what an opaque update reads beside them its caller tells by other scalars.
+ *      wrong; but what an opaque update reads beside them its caller tells by other scalars.  One
+ *      that waits in blocks which something has taken is gone.
  *   2. Until it is taken a result is in no piece: readers, checkpoints and errors in between find
  *      the last step's bytes.  Taking it is issuing the pending update: whoever needs the bytes
  *      does that first (update.c, 1).
@@ -31,8 +32,8 @@
  *      norm.  A loop that does not ask, or has a loss scale, gets no spares.  Plans that speculate
  *      come with the first step, if it did not clip, or after some such in a row, and go again
  *      after some others: each time it takes twice as many.
- *   6. Spares are taken between passes, within the host's budget, and kept, by one chunk or
- *      another.  A chunk without one is not speculated.
+ *   6. Memory for spares is taken between passes, within the host's budget, and kept; each plan
+ *      deals it out.  A chunk that lacks a spare is not speculated.
  *   7. The step drops what it does not want, and what has not begun on the host by then does not
  *      run.
  *   8. All this is a rank's own business but for the plan, which all make alike: a result and an

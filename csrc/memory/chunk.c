@@ -20,7 +20,7 @@
 #include <string.h>
 
 static const bool may_move[N_STATES][N_STATES] = {
-    [HOME] = {[CLEAN] = true, [DIRTY] = true}, /* HOME -> DIRTY: claimed, or without a home */
+    [HOME] = {[CLEAN] = true, [DIRTY] = true}, /* HOME -> DIRTY: claimed, taken next, no home */
     [CLEAN] = {[HOME] = true, [DIRTY] = true},
     [DIRTY] = {[CLEAN] = true, [HOME] = true}, /* DIRTY -> HOME: discarded, or rolled back */
 };
