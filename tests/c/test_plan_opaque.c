@@ -172,6 +172,66 @@ static void test_time(void)
     model_free(&m);
 }
 
+/* The tick of the chunk's operation in the plan's first schedule; GM_NO_TICK: it has none. */
+static uint32_t tick_of(const gm_plan *plan, gm_op_kind kind, uint32_t chunk)
+{
+    const gm_schedule *schedule = &plan->schedules[0];
+    for (uint32_t t = 0; t < schedule->n_ticks; t++) {
+        for (uint32_t i = schedule->begin[t]; i < schedule->begin[t + 1]; i++) {
+            const gm_op *op = &schedule->ops[i];
+            if (op->kind == (uint32_t)kind && op->chunk == chunk) {
+                return t;
+            }
+        }
+    }
+    return GM_NO_TICK;
+}
+
+/* Copies that an update would wait for have time, or are not made: what is speculated comes when two other gradients are
+ * complete, and those of the step's own updates, at the end of the backward, stay.  Weights that are there need no spare. */
+static void test_waits(void)
+{
+    model m;
+    gm_plan *plan;
+    size_t spares = 0;
+    uint32_t n_in_place = 0, n_behind = 0, n_kept = 0;
+    model_of_states(&m, 60, 16000000, 2, 0.2);
+    m.input.when = GM_DEFERRED;
+    m.input.device_bytes = whole_bytes(&m) / 2;
+    m.input.spare_bytes = whole_bytes(&m) / 6;
+    CHECK_OK(gm_plan_new(&m.input, &plan));
+    CHECK_OK(gm_plan_check(plan, &m.input));
+    const gm_trace *trace = m.traces[0];
+    for (uint32_t t = 0, n_grads = 0; t < trace->n; t++) {
+        uint32_t c = trace->ticks[t].id, ahead = t, n_later = 0;
+        if (trace->ticks[t].kind != GM_TICK_GRAD) {
+            continue;
+        }
+        n_grads++;
+        for (uint32_t later = t + 1; later < trace->n && n_later < 2; later++) {
+            bool is_grad = trace->ticks[later].kind == GM_TICK_GRAD;
+            n_later += is_grad;
+            ahead = is_grad ? later : ahead;
+        }
+        if (plan->is_speculated[c]) {
+            CHECK(tick_of(plan, GM_OP_SPECULATE, c) == ahead);
+            n_behind += ahead > t;
+            bool is_in_place = !gm_is_streamed(plan->class_of[c]);
+            n_in_place += is_in_place;
+            spares += gm_spare_bytes(m.chunks[c].bytes[GM_STATE]);
+            spares += is_in_place ? 0 : gm_spare_bytes(m.chunks[c].bytes[GM_WEIGHT]);
+        }
+        bool is_out = tick_of(plan, GM_OP_GRAD_OUT, c) == t;
+        bool is_resident = plan->places[c * GM_N_PIECES + GM_GRAD].is_resident;
+        CHECK(is_out || is_resident || n_grads > 60 - GM_ISSUED_BY_STEP);
+        n_kept += !is_out && !is_resident;
+    }
+    CHECK(plan->n_behind == 2 && n_behind > 10 && n_in_place > 10 && n_kept > 0);
+    CHECK(plan->info.spare_bytes == spares && spares <= m.input.spare_bytes);
+    gm_plan_free(plan);
+    model_free(&m);
+}
+
 /* With one chunk's states in the ring each waits for the one before to be home. */
 static void test_depth(void)
 {
@@ -243,6 +303,7 @@ int main(void)
     test_no_states();
     test_time();
     test_speculation();
+    test_waits();
     test_depth();
     test_checker();
     printf("test_plan_opaque: ok\n");

@@ -218,9 +218,14 @@ def test_clips_that_fire_and_do_not(make: Make, precision: str) -> None:
         want.engine.close()
 
 
+#: Of all bytes: weights pass through the device; or some have blocks of their own, and wait there for their step.
+SHARES = [0.45, 0.5]
+
+
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
-def test_bits_of_the_loop_without_an_engine(make: Make) -> None:
-    seen = both(make, lambda run: run.steps(QUIET, QUIET, FIRES, QUIET, QUIET))
+def test_bits_of_the_loop_without_an_engine(make: Make, share: float) -> None:
+    seen = both(make, lambda run: run.steps(QUIET, QUIET, FIRES, QUIET, QUIET), share=share)
     assert seen.taken > 0 and seen.redone > 0
 
 
@@ -350,9 +355,12 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("act", CHANGES, ids=lambda act: act.__name__)
-def test_what_changes_between_backward_and_step_counts(act: Callable[[Run], Any]) -> None:
-    seen = both(Counting, _between(act))
+def test_what_changes_between_backward_and_step_counts(
+    act: Callable[[Run], Any], share: float
+) -> None:
+    seen = both(Counting, _between(act), share=share)
     assert seen.made > 0
     assert seen.redone > 0
 
@@ -393,6 +401,23 @@ def test_a_list_in_a_state_stays_the_programs() -> None:
 @pytest.mark.parametrize("act", [_evaluated, _no_grad], ids=lambda act: act.__name__)
 def test_what_changes_little_is_taken(act: Callable[[Run], Any]) -> None:
     assert both(Counting, _between(act)).taken > 0
+
+
+def test_weights_that_are_read_before_the_step_are_stepped_again() -> None:
+    """Weights with blocks of their own wait there for the step: who reads them meanwhile gets the old ones back."""
+    seen: dict[bool, list[Any]] = {False: [], True: []}
+
+    def read(run: Run) -> None:
+        seen[run.engine is not None] += [p.detach().clone() for p in run.model.parameters()]
+
+    def act(run: Run) -> None:
+        if run.engine is not None:
+            assert run.engine._runtime.core.plan_info()["n_of_class"]["S1"] > 2
+        _between(read)(run)
+
+    counted = both(Counting, act, share=0.5)
+    assert counted.redone > 2 and counted.taken > 2
+    assert_same(seen[True], seen[False])
 
 
 def test_a_look_at_states_shows_the_last_step() -> None:

@@ -757,6 +757,33 @@ def test_compute_is_timed_under_a_plan(n_shapes: int, monkeypatch: pytest.Monkey
         assert engine._runtime.core.plan_info()["compute_seconds"] >= 0.012 * sum(lengths)
 
 
+class Slow(torch.optim.SGD):
+    """Each call of step() takes its time."""
+
+    def step(self, closure: Any = None) -> None:
+        time.sleep(0.05)
+        super().step(closure)
+
+
+def test_updates_of_the_step_are_no_compute_of_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the step issues at once is counted as updates, and not as work of the last gradient's tick, too."""
+    chaos.late(monkeypatch, None)
+    model = Sleeper(5)
+    optimizer = Slow(model.parameters(), lr=0.01)
+    engine = gs.manage(model, optimizer, device_budget=30_000, device="cpu", chunk_size=1200)
+    with contextlib.closing(engine):
+        for _ in range(5):
+            model(torch.randn(2, 16), 5).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        plan = engine._runtime.core.plan_info()
+        assert engine.stats()["chunks"] >= 8 and plan["when"] == "deferred"
+        updates = sum(p.numel() for p in model.parameters()) / plan["rates"]["device_adam"]
+        assert plan["compute_seconds"] - updates < 8 * 0.05  # the step issues eight
+
+
 # ---- rates that steps correct --------------------------------------------------------------------
 
 
