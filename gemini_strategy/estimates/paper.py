@@ -231,6 +231,8 @@ def plan_on_paper(
     if n_ranks > 1:  # as Ranks.communicators of a run whose ranks share all chunks
         rate = machine.collective_rate(n_ranks)
         more = {"shard_comm": _C.comm_paper(n_ranks), "gather_rate": rate, "reduce_rate": rate}
+    if paper.opaque is not None:
+        more |= paper.opaque.core_arguments() | {"opaque": _no_update}
     core = _C.Core(
         **settings.core_arguments(paper.registration, n_ranks),
         threads=1,
@@ -238,7 +240,6 @@ def plan_on_paper(
         slack_bytes=slack(budget) if has_limit else 0,
         is_paper=True,
         host_bytes=_host_bytes(settings, machine),
-        opaque=None if paper.opaque is None else _no_update,
         **more,
     )
 

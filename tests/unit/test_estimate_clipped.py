@@ -33,9 +33,10 @@ TIGHT: dict[str, Any] = {"precision": "bf16-mixed", "device_budget": "0.8MB"}
 ROOMS = {"none": 0, "some": 700_000, "all": 10**9}
 
 
-def estimated(**how: Any) -> Any:
+def estimated(make: Any = torch.optim.AdamW, **how: Any) -> Any:
     arguments: dict[str, Any] = {"device": "cpu", "gpu": MACHINE, **TIGHT, **how}
-    return gs.estimate(llama(), INPUTS, **arguments)
+    model = llama()
+    return gs.estimate(model, INPUTS, optimizer=make(model.parameters()), **arguments)
 
 
 @functools.cache
@@ -44,11 +45,17 @@ def homes(**how: Any) -> int:
     return int(estimated(**how).host_bytes)
 
 
-def trained(limit: float, n_steps: int = 1, micro_batches: int = 1, **how: Any) -> dict[str, Any]:
+def trained(
+    limit: float,
+    n_steps: int = 1,
+    micro_batches: int = 1,
+    make: Any = torch.optim.AdamW,
+    **how: Any,
+) -> dict[str, Any]:
     """What a run with this limit of the norm plans."""
     model = llama()
     arguments: dict[str, Any] = {"device": "cpu", **TIGHT, **how}
-    engine = gs.manage(model, torch.optim.AdamW(model.parameters()), **arguments)
+    engine = gs.manage(model, make(model.parameters()), **arguments)
     for _ in range(n_steps):
         for _ in range(micro_batches):
             engine.backward(model(**INPUTS).loss)
@@ -95,6 +102,19 @@ def test_a_clipped_step_is_planned_as_in_a_run(room: str, policy: str) -> None:
     deferred = next(s for s in result.schedules if s.when == "deferred")
     same(trained(FIRES, placement_policy=policy, host_budget=budget), deferred)
     assert (result.schedules[0].seconds < deferred.seconds) == (room != "none")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_clipped_step_of_another_optimizer_is_planned_as_in_a_run(room: str) -> None:
+    """Of one whose own step() makes the updates."""
+    how: dict[str, Any] = {"make": torch.optim.Adagrad, "device_budget": "0.6MB"}
+    how["host_budget"] = homes(**how) + ROOMS[room]
+    result, run = estimated(**how), trained(QUIET, **how)
+    assert result.is_opaque
+    same(run, result.schedules[0])
+    assert run["taken"] == run["spare_bytes"] == result.spare_bytes
+    assert (run["n_speculated"] > 0) == (room != "none")
+    same(trained(FIRES, **how), next(s for s in result.schedules if s.when == "deferred"))
 
 
 @pytest.mark.parametrize("policy", ["auto", "cpu"])
