@@ -33,7 +33,7 @@
  *      come with the first step, if it did not clip, or after some such in a row, and go again
  *      after some others: each time it takes twice as many.
  *   6. Memory for spares is taken between passes, within the host's budget, and kept; each plan
- *      deals it out.  A chunk that lacks a spare is not speculated.
+ *      deals it out.  A chunk that lacks a spare of what it needs one for is not speculated.
  *   7. The step drops what it does not want, and what has not begun on the host by then does not
  *      run.
  *   8. All this is a rank's own business but for the plan, which all make alike: a result and an
@@ -97,7 +97,7 @@ static gm_status find_available(const gm_engine *engine, size_t homes, size_t *o
 static size_t find_limit(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
-    size_t available, homes = gm_arena_reserved(engine->arena) - engine->stay.home_bytes;
+    size_t available = 0, homes = gm_arena_reserved(engine->arena) - engine->stay.home_bytes;
     if (s->limit == SIZE_MAX) {
         bool is_none =
             engine->policy == GM_POLICY_CUDA ||
@@ -218,20 +218,24 @@ static bool is_spare_for(const gm_engine *engine, uint32_t chunk, gm_piece piece
            gm_engine_piece_bytes(engine, chunk, piece) > 0;
 }
 
-/* Of the spares that the chunk still needs. */
-static size_t wanted_bytes(const gm_engine *engine, uint32_t chunk)
+static bool lacks_spare(const gm_engine *engine, uint32_t chunk, int piece)
+{
+    return is_spare_for(engine, chunk, (gm_piece)piece) &&
+           !gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece);
+}
+
+static size_t lacking_bytes(const gm_engine *engine, uint32_t chunk)
 {
     size_t bytes = 0;
     for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        bool is_wanted = is_spare_for(engine, chunk, (gm_piece)piece) &&
-                         !gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece);
-        bytes +=
-            is_wanted ? gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, (gm_piece)piece)) : 0;
+        bytes += lacks_spare(engine, chunk, piece)
+                     ? gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, (gm_piece)piece))
+                     : 0;
     }
     return bytes;
 }
 
-/* What this plan has no use for. */
+/* What a plan that speculates has no use for. */
 static gm_status take_back_spares(gm_engine *engine)
 {
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
@@ -239,7 +243,7 @@ static gm_status take_back_spares(gm_engine *engine)
             if (gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece) &&
                 !is_spare_for(engine, chunk, (gm_piece)piece)) {
                 move(&engine->chunk_states[chunk], GM_RESULT_NONE);
-                GM_TRY(gm_chunks_take_spare(engine->chunks, chunk, (gm_piece)piece));
+                GM_TRY(gm_chunks_take_back_spare(engine->chunks, chunk, (gm_piece)piece));
             }
         }
     }
@@ -271,21 +275,23 @@ static gm_span *list_given(const gm_engine *engine, size_t *out_n)
             }
         }
     }
-    qsort(spans, spans ? *out_n : 0, sizeof *spans, compare_spans);
+    if (spans) {
+        qsort(spans, *out_n, sizeof *spans, compare_spans);
+    }
     return spans;
 }
 
-/* Gives [at, end), of which nothing is given, to chunks that want it all together and fit. */
+/* Gives [at, end), of which nothing is given, to chunks that find all there that they lack. */
 static gm_status give_span(gm_engine *engine, uint8_t *at, const uint8_t *end)
 {
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        if (wanted_bytes(engine, chunk) == 0 || wanted_bytes(engine, chunk) > (size_t)(end - at)) {
+        size_t bytes = lacking_bytes(engine, chunk);
+        if (bytes == 0 || bytes > (size_t)(end - at)) {
             continue;
         }
         move(&engine->chunk_states[chunk], GM_RESULT_NONE); /* a result that needed none is gone */
         for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-            if (is_spare_for(engine, chunk, (gm_piece)piece) &&
-                !gm_chunks_spare(engine->chunks, chunk, (gm_piece)piece)) {
+            if (lacks_spare(engine, chunk, piece)) {
                 GM_TRY(gm_chunks_give_spare(engine->chunks, chunk, (gm_piece)piece, at));
                 at += gm_spare_bytes(gm_engine_piece_bytes(engine, chunk, (gm_piece)piece));
             }
@@ -298,12 +304,12 @@ static gm_status give_span(gm_engine *engine, uint8_t *at, const uint8_t *end)
 static gm_status give_rest(gm_engine *engine)
 {
     gm_speculation *s = &engine->speculation;
-    size_t n, next = 0;
+    size_t n;
     gm_span *given = list_given(engine, &n);
     gm_status status = GM_OK;
     for (uint32_t i = 0; given && i < s->n_arenas; i++) {
         uint8_t *at = gm_arena_base(s->arenas[i]), *end = at + gm_arena_bytes(s->arenas[i]);
-        for (next = 0; next < n && status == GM_OK; next++) {
+        for (size_t next = 0; next < n && status == GM_OK; next++) {
             if (given[next].begin >= at && given[next].begin < end) {
                 status = give_span(engine, at, given[next].begin);
                 at = given[next].end;
@@ -329,7 +335,7 @@ void gm_speculation_take_room(gm_engine *engine)
     }
     size_t bytes = 0, left = s->limit - s->bytes;
     for (uint32_t chunk = 0; chunk < gm_layout_n_chunks(engine->layout); chunk++) {
-        size_t own = wanted_bytes(engine, chunk);
+        size_t own = lacking_bytes(engine, chunk);
         bytes += own <= left - bytes ? own : 0;
     }
     gm_arena *arena;
@@ -360,9 +366,9 @@ static bool is_whole(const gm_engine *engine, uint32_t chunk, const gm_task *tas
     return n > 0 && n == task->n_ranges;
 }
 
-static bool may_use_spare(const gm_engine *engine, uint32_t chunk)
+static bool may_be_made(const gm_engine *engine, uint32_t chunk)
 {
-    return wanted_bytes(engine, chunk) == 0 &&
+    return lacking_bytes(engine, chunk) == 0 &&
            gm_chunks_pins(engine->chunks, chunk, GM_WEIGHT) == 0 &&
            (gm_is_opaque(engine) ? gm_chunks_pins(engine->chunks, chunk, GM_STATE) == 0
                                  : !gm_chunks_is_resident(engine->chunks, chunk, GM_STATE));
@@ -375,7 +381,7 @@ gm_task *gm_speculation_due(gm_engine *engine, uint32_t chunk)
     bool is_due = engine->room.plan && gm_plan_is_speculated(engine->room.plan, chunk) &&
                   state->result == GM_RESULT_NUMBERED && state->update == GM_UPDATE_NONE &&
                   !engine->update.is_armed && state->n_held == state->n_params &&
-                  state->backwards.now == state->backwards.most && may_use_spare(engine, chunk);
+                  state->backwards.now == state->backwards.most && may_be_made(engine, chunk);
     return is_due ? task : NULL;
 }
 

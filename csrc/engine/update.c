@@ -259,17 +259,12 @@ static gm_status run_on_host(gm_engine *engine, uint32_t chunk, gm_task *task, h
 }
 
 /* The homes have the new bytes.  They go to the device as well, where it has the old ones. */
-static gm_status refresh(gm_engine *engine, uint32_t chunk)
-{
-    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
-    return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
-}
-
 static gm_status update_at_home(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
     GM_TRY(run_on_host(engine, chunk, task, at_home, engine->update.host_stream));
     GM_TRY(gm_chunks_discard(engine->chunks, chunk, GM_STATE)); /* with a placement it is free */
-    return refresh(engine, chunk);
+    GM_TRY(gm_chunks_home_written(engine->chunks, chunk, GM_STATE, engine->call.stream));
+    return gm_chunks_home_written(engine->chunks, chunk, GM_WEIGHT, engine->call.stream);
 }
 
 gm_status gm_update_speculate(gm_engine *engine, uint32_t chunk)
@@ -347,17 +342,24 @@ static void look_at_factor(gm_engine *engine, gm_task *task)
     }
 }
 
-/* The spares have the result, which is the update unless a clip fires that the host has not seen:
+/* The result is there, and is the update unless a clip fires that the host has not seen:
  * invariant 3. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    GM_TRY(gm_chunks_take_next(engine->chunks, chunk, GM_STATE));
-    GM_TRY(gm_chunks_take_next(engine->chunks, chunk, GM_WEIGHT));
+    bool is_stale[] = {[GM_WEIGHT] = false, [GM_STATE] = false};
+    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+        GM_TRY(
+            gm_chunks_take_next(engine->chunks, chunk, (gm_piece)piece, &is_stale[(size_t)piece]));
+    }
     if (task->factor == GM_FACTOR_LATE) { /* not behind the speculations of other chunks */
         task->factor = GM_FACTOR_REDO;
         GM_TRY(run_on_host(engine, chunk, task, redone, engine->clip.stream));
     }
-    GM_TRY(refresh(engine, chunk));
+    for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
+        GM_TRY(is_stale[piece] ? gm_chunks_home_written(engine->chunks, chunk, (gm_piece)piece,
+                                                        engine->call.stream)
+                               : GM_OK);
+    }
     return gm_is_opaque(engine) ? gm_opaque_take(engine, chunk, task) : GM_OK;
 }
 

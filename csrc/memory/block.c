@@ -163,7 +163,7 @@ gm_status gm_chunks_roll_back(gm_chunks *chunks, uint32_t id, gm_piece kind, boo
     }
     p->version++;
     GM_TRY(release(chunks, p, id, kind));
-    p->shows_next = keeps;
+    p->shows_next = keeps && chunks->has_placement;
     return GM_OK;
 }
 

@@ -455,7 +455,7 @@ uint8_t *gm_chunks_given(const gm_chunks *chunks, uint32_t id, gm_piece kind)
     return p->spare && p->home != gm_home_made(chunks, p) ? p->home : p->spare;
 }
 
-gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
+gm_status gm_chunks_take_back_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_TRY(gm_piece_wait_idle(chunks, p));
@@ -471,17 +471,28 @@ gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece kind)
     return GM_OK;
 }
 
+/* The blocks are the piece's place, and nothing has taken them since it left. */
+static bool shows_next(const gm_chunks *chunks, const piece *p)
+{
+    bool is_own = p->shows_next && p->is_placed;
+    for (uint32_t b = 0; is_own && b < p->n_blocks; b++) {
+        is_own = chunks->owners[p->blocks[b]] == gm_piece_index(chunks, p);
+    }
+    return is_own;
+}
+
 bool gm_chunks_has_next(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     const piece *p = gm_piece_at(chunks, id, kind);
-    return p->spare || p->bytes == 0 || (p->shows_next && gm_place_is_own(chunks, p));
+    return p->spare || p->bytes == 0 || shows_next(chunks, p);
 }
 
-gm_status gm_chunks_take_next(gm_chunks *chunks, uint32_t id, gm_piece kind)
+gm_status gm_chunks_take_next(gm_chunks *chunks, uint32_t id, gm_piece kind, bool *is_stale)
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(p->state != DIRTY && gm_chunks_has_next(chunks, id, kind));
-    bool is_there = p->shows_next && gm_place_is_own(chunks, p);
+    bool is_there = shows_next(chunks, p);
+    *is_stale = gm_is_resident(p) && p->n_blocks > 0;
     GM_TRY(begin_change(chunks, id, kind));
     if (p->spare) {
         uint8_t *home = p->home;
@@ -492,12 +503,12 @@ gm_status gm_chunks_take_next(gm_chunks *chunks, uint32_t id, gm_piece kind)
         p->spare = home;
         p->spare_homed = homed;
         p->spare_used = home_used;
-    } else if (is_there) {
-        gm_piece_move(p, DIRTY);
-        GM_TRY(gm_chunks_send_home(chunks, id, kind));
     }
-    p->shows_next = is_there;
-    return GM_OK;
+    if (is_there) {
+        gm_timeline_mark(chunks->timeline, GM_LOG_HELD, id, kind);
+        gm_piece_move(p, p->spare ? CLEAN : DIRTY);
+    }
+    return gm_chunks_send_home(chunks, id, kind);
 }
 
 /* ---- the host's own access ---- */
@@ -527,13 +538,6 @@ gm_status gm_chunks_home_written(gm_chunks *chunks, uint32_t id, gm_piece kind, 
 {
     piece *p = gm_piece_at(chunks, id, kind);
     GM_ASSERT(p->state != DIRTY);
-    if (p->shows_next) { /* the blocks have had them before */
-        p->shows_next = false;
-        if (p->state == HOME) {
-            gm_piece_move(p, CLEAN);
-        }
-        return GM_OK;
-    }
     if (p->state != CLEAN || p->n_blocks == 0) {
         return GM_OK;
     }

@@ -159,21 +159,21 @@ uint64_t gm_chunks_version(const gm_chunks *chunks, uint32_t id, gm_piece piece)
 /* The piece gets a spare, as long as its home, which outlives the table. */
 gm_status gm_chunks_give_spare(gm_chunks *chunks, uint32_t id, gm_piece piece, uint8_t *spare);
 /* It has none any more, and its home is where it was made; waits for users of both. */
-gm_status gm_chunks_take_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
+gm_status gm_chunks_take_back_spare(gm_chunks *chunks, uint32_t id, gm_piece piece);
 uint8_t *gm_chunks_spare(const gm_chunks *chunks, uint32_t id, gm_piece piece); /* NULL: none */
 /* The memory that was given, which may be the home by now; NULL: none. */
 uint8_t *gm_chunks_given(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The bytes of an unpinned piece are those of its home again, which has what there was before work
- * on the device wrote it.  If it `keeps` what that wrote, these bytes come next: they go to the
- * spare, if there is one, and are in the piece's blocks until something takes them.  The piece is
- * not resident any more. */
+ * on the device wrote it; it is not resident any more.  If it `keeps` what that wrote, these bytes
+ * come next: they go to the spare, if there is one, and are at the piece's place until something
+ * takes it. */
 gm_status gm_chunks_roll_back(gm_chunks *chunks, uint32_t id, gm_piece piece, bool keeps);
-/* Whether it has the bytes that come next: a spare, or blocks that nothing has taken. */
+/* Whether it has the bytes that come next: a spare, or its place. */
 bool gm_chunks_has_next(const gm_chunks *chunks, uint32_t id, gm_piece piece);
 /* The bytes of a piece that is not DIRTY are those from here on: home and spare change places, or
- * the blocks' go home.  A resident copy is stale then: home_written, which finds whether the blocks
- * have them. */
-gm_status gm_chunks_take_next(gm_chunks *chunks, uint32_t id, gm_piece piece);
+ * those at its place go home.  It is resident where they are there.  *is_stale: a copy on the
+ * device has the bytes from before; home_written. */
+gm_status gm_chunks_take_next(gm_chunks *chunks, uint32_t id, gm_piece piece, bool *is_stale);
 
 /* ---- the host's own access; it may wait ---- */
 
@@ -205,7 +205,7 @@ gm_status gm_chunks_give_homes(gm_chunks *chunks);
 /* Why some chunks stay, as errors say it; "": none does. */
 void gm_chunks_say_staying(const gm_chunks *chunks, char *out, size_t bytes);
 /* Homes that came later, of chunks that the adopted plan keeps on the device, go back, but where
- * spares are or have been beside them.  Fetches what is not there yet, and waits. */
+ * spares are beside them.  Fetches what is not there yet, and waits. */
 gm_status gm_chunks_drop_homes(gm_chunks *chunks, const gm_plan *plan);
 
 /* All of a chunk becomes resident, weights, states and gradient, and is evicted last (which ends

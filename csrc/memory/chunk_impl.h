@@ -44,7 +44,7 @@ typedef struct piece {
     size_t home_from; /* where the arena has a place for it */
     fence filled, used, homed, home_used;
     bool is_home_late, is_written_inside; /* gm_piece_note_home */
-    bool shows_next;  /* HOME, and its blocks have the bytes that come next, unless taken */
+    bool shows_next;  /* HOME, and its place has the bytes that come next, unless taken */
     uint64_t version; /* changes with whatever may have changed the piece's bytes */
     uint8_t *spare;   /* as large as the home, for its next bytes; NULL: none */
     fence spare_homed, spare_used;
@@ -84,6 +84,7 @@ struct gm_chunks {
     gm_chunks_stats stats;
     gm_timeline *timeline; /* NULL: off */
 };
+
 static inline piece *gm_piece_at(const gm_chunks *chunks, uint32_t id, gm_piece kind)
 {
     GM_ASSERT(id < chunks->n_chunks);
@@ -147,4 +148,3 @@ gm_status gm_block_make_resident(gm_chunks *chunks, piece *p, gm_piece kind);
 
 /* place.c: takes the piece's own blocks, behind their fences; *out false: they are in use. */
 gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out);
-bool gm_place_is_own(const gm_chunks *chunks, const piece *p); /* nothing has taken them since */

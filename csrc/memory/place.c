@@ -27,15 +27,6 @@ gm_status gm_place_take(gm_chunks *chunks, piece *p, gm_stream stream, bool *out
     return GM_OK;
 }
 
-bool gm_place_is_own(const gm_chunks *chunks, const piece *p)
-{
-    bool is_own = chunks->has_placement && p->is_placed;
-    for (uint32_t b = 0; is_own && b < p->n_blocks; b++) {
-        is_own = chunks->owners[p->blocks[b]] == gm_piece_index(chunks, p);
-    }
-    return is_own;
-}
-
 /* Before its blocks go elsewhere; nothing is in flight. */
 static gm_status unmap_stage(gm_chunks *chunks)
 {

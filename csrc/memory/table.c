@@ -192,6 +192,9 @@ void gm_chunks_free(gm_chunks *chunks)
 
 static gm_status check_piece(const gm_chunks *chunks, const piece *p, uint32_t id, gm_piece kind)
 {
+    GM_FAIL_IF(p->shows_next && (gm_is_resident(p) || !chunks->has_placement), GM_ERR_STATE,
+               "chunk.c: chunk %u shows bytes that come next, and has others there or no place",
+               id);
     if (!gm_is_resident(p)) {
         GM_FAIL_IF(chunks->has_homes && !p->home && p->bytes > 0 && !gm_is_transient(kind),
                    GM_ERR_STATE, "home.c: chunk %u is neither resident nor at home", id);

@@ -32,7 +32,7 @@ typedef enum gm_log_kind {
     GM_LOG_HOST_UPDATE,
     GM_LOG_GATHER,  /* of all ranks' weights */
     GM_LOG_REDUCE,  /* of a chunk's gradients, over the ranks */
-    GM_LOG_HELD,    /* mark: the piece was on the device when the log began */
+    GM_LOG_HELD,    /* mark: the piece is on the device, as the log begins or without a copy */
     GM_LOG_DROPPED, /* mark: the piece is no longer on the device; no bytes had to move */
     /* On compute, without length: what follows until the next tick belongs to no unit. */
     GM_LOG_PASS_END,

@@ -133,7 +133,7 @@ static void find_begins(const gm_plan_input *input, const gm_course *course, uin
     }
 }
 
-/* The tick at which so many other gradients are complete. */
+/* The tick at which so many other gradients are complete, or as many as there are. */
 static uint32_t behind_others(const gm_course *course, uint32_t ready, uint32_t n)
 {
     uint32_t tick = ready;

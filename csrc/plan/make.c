@@ -98,14 +98,17 @@ gm_status gm_plan_new(const gm_plan_input *input, gm_plan **out)
     bool has_copy = input->is_opaque && input->when == GM_DEFERRED && input->spare_bytes > 0;
     gm_status status = has_copy ? make(input, N_BEHIND, &late) : GM_OK;
     GM_TRY(status == GM_ERR_NOMEM ? GM_OK : status);
-    GM_TRY_ELSE(make(input, 0, out), gm_plan_free(late));
-    if (late && late->info.step_seconds < (*out)->info.step_seconds) {
-        gm_plan *other = *out;
+    status = make(input, 0, out);
+    bool is_late_better =
+        late && (status == GM_ERR_NOMEM ||
+                 (status == GM_OK && late->info.step_seconds < (*out)->info.step_seconds));
+    if (is_late_better) {
+        gm_plan_free(*out);
         *out = late;
-        late = other;
+        return GM_OK;
     }
     gm_plan_free(late);
-    return GM_OK;
+    return status;
 }
 
 gm_status gm_plan_add_trace(gm_plan *plan, const gm_plan_input *input, const gm_trace *trace)

@@ -22,7 +22,7 @@ typedef struct gm_course {
     uint32_t *first; /* (n_chunks,) tick of the first use; n: none */
     uint32_t *grad;  /* (n_chunks,) tick at which its gradient is complete; GM_NO_TICK: none */
     /* (n_chunks,) the first tick at which its update can run: its gradient is complete, and no use
-     * follows, and n_behind others are complete; n: none */
+     * follows, and then n_behind others are complete (what speculates); n: none */
     uint32_t *ready;
 } gm_course;
 

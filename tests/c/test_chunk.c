@@ -382,9 +382,10 @@ static uint64_t n_copied(const pair *w, bool is_in)
 static void take_next(pair *w, gm_piece piece, bool is_there)
 {
     uint64_t before = n_copied(w, true);
+    bool is_stale = true;
     CHECK(gm_chunks_has_next(w->chunks, 0, piece));
-    CHECK_OK(gm_chunks_take_next(w->chunks, 0, piece));
-    CHECK_OK(gm_chunks_home_written(w->chunks, 0, piece, 0));
+    CHECK_OK(gm_chunks_take_next(w->chunks, 0, piece, &is_stale));
+    CHECK(!is_stale);
     CHECK(n_copied(w, true) == before); /* nothing came in */
     CHECK(gm_chunks_is_resident(w->chunks, 0, piece) == is_there);
     check_all(w, 0, piece, NEW);
@@ -438,13 +439,32 @@ static void test_next_in_spare(void)
         CHECK(gm_chunks_home(w.chunks, 0, GM_STATE) == w.spare);
         CHECK(gm_chunks_spare(w.chunks, 0, GM_STATE) == made);
         CHECK(gm_chunks_given(w.chunks, 0, GM_STATE) == w.spare);
-        CHECK_OK(gm_chunks_take_spare(w.chunks, 0, GM_STATE)); /* its memory may go elsewhere */
+        CHECK_OK(
+            gm_chunks_take_back_spare(w.chunks, 0, GM_STATE)); /* its memory may go elsewhere */
         memset(w.spare, 0, sizeof w.spare);
         CHECK(gm_chunks_home(w.chunks, 0, GM_STATE) == made);
         CHECK(!gm_chunks_spare(w.chunks, 0, GM_STATE) && !gm_chunks_given(w.chunks, 0, GM_STATE));
         check_all(&w, 0, GM_STATE, NEW);
         pair_free(&w);
     }
+}
+
+/* Who has read the old bytes meanwhile has them on the device: they are written anew. */
+static void test_next_beside_a_reader(void)
+{
+    pair w;
+    bool is_stale = false;
+    pair_new(&w);
+    CHECK_OK(gm_chunks_give_spare(w.chunks, 0, GM_WEIGHT, w.spare));
+    run_ahead(&w, GM_WEIGHT, true);
+    CHECK_OK(gm_chunks_pin(w.chunks, 0, GM_WEIGHT, 0));
+    CHECK_OK(gm_chunks_unpin(w.chunks, 0, GM_WEIGHT, 0));
+    CHECK_OK(gm_chunks_take_next(w.chunks, 0, GM_WEIGHT, &is_stale));
+    CHECK(is_stale);
+    CHECK_OK(gm_chunks_home_written(w.chunks, 0, GM_WEIGHT, 0));
+    check_all(&w, 0, GM_WEIGHT, NEW);
+    CHECK(*(uint8_t *)gm_chunks_address(w.chunks, 0, GM_WEIGHT) == NEW);
+    pair_free(&w);
 }
 
 int main(void)
@@ -455,6 +475,7 @@ int main(void)
     test_blocks_that_are_shown();
     test_next_in_place();
     test_next_in_spare();
+    test_next_beside_a_reader();
     puts("chunk: 6000 random steps against a shadow, invariants after each");
     return 0;
 }

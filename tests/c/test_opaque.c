@@ -999,6 +999,7 @@ static void play(bool is_chaos, gm_workers *workers)
     for (uint32_t id = 0; id < w->n_params && is_alive; id++) {
         check_fields(w, id);
     }
+    end_waiter(w); /* reading fields may have begun another one */
     if (!is_alive) {
         check_dead(w);
     }

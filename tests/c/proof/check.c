@@ -353,7 +353,7 @@ static gm_status speculate(gm_model *m, uint32_t c)
     }
     VIOLATION_IF(m, has_states && (chunk->is_growing || !is_on_device(m, c, GM_GRAD)),
                  "chunk %u is speculated, but its gradient is not on the device", c);
-    if (m->input->is_opaque) { /* in place, and from there to the spares */
+    if (m->input->is_opaque) { /* in place, and rolled back */
         VIOLATION_IF(m, chunk->until > m->tick && !is_gathered(m, c),
                      "chunk %u is speculated in its weights while they are in use", c);
         GM_TRY(fetch(m, c));
