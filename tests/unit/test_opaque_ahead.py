@@ -10,10 +10,12 @@ import copy
 import functools
 import gc
 import itertools
+import json
 import math
 import time
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -418,6 +420,25 @@ def test_weights_that_are_read_before_the_step_are_stepped_again() -> None:
     counted = both(Counting, act, share=0.5)
     assert counted.redone > 2 and counted.taken > 2
     assert_same(seen[True], seen[False])
+
+
+def test_a_picture_shows_where_weights_wait(tmp_path: Path) -> None:
+    """Those that are made ahead where they are leave the device for the step, and are there again without a copy."""
+    run = Run(nadam, True, share=0.45)
+    try:
+        run.steps(QUIET, QUIET, QUIET, QUIET)
+        classes = run.engine._runtime.core.plan_info()["classes"]
+        with run.engine.timeline(tmp_path / "steps.json"):
+            run.steps(QUIET, QUIET, QUIET)
+    finally:
+        run.engine.close()
+    chunk = {f" {number}" for number, name in enumerate(classes) if name == "S1"}
+    events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["args"].get("piece") == "weight"]
+    for number in chunk:
+        mine = [name.removesuffix(number) for name in names if name.endswith(number)]
+        assert mine.count("held") >= mine.count("dropped") and "fetch" not in mine
+    assert sum(name.startswith("dropped") for name in names) > 3
 
 
 def test_a_look_at_states_shows_the_last_step() -> None:
