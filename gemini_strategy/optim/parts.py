@@ -30,6 +30,8 @@ Group = dict[str, Any]
 States = Mapping[torch.Tensor, Any]
 
 _ANEW = ("state", "param_groups", "step")  # "step": an LR scheduler's around the class's own
+# bitsandbytes would put states into memory that CUDA moves: no part does, here Gemini moves them.
+_PAGES = "is_paged"
 _RUNS_HOOKS = Optimizer.profile_hook_step(len).__code__  # type: ignore[attr-defined]
 # Elements of a tensor that an optimizer has as an attribute; copies share larger ones.
 MOST_COPIED = 1 << 16
@@ -51,9 +53,8 @@ def stand_in(
             value = types.MethodType(value.__func__, made)
         if name not in _ANEW and not name.startswith("_gm_"):
             made.__dict__[name] = value
-    if "is_paged" in made.__dict__:
-        # bitsandbytes would put states into memory that CUDA moves; here Gemini moves them.
-        made.is_paged = False
+    if _PAGES in made.__dict__:
+        made.__dict__[_PAGES] = False
     made.__dict__.update(param_groups=groups, state=state)
     return made
 
@@ -92,7 +93,7 @@ class Own:
         attributes = {
             name: value
             for name, value in vars(optimizer).items()
-            if name not in (*_ANEW, "_opt_called", "_zero_grad_profile_name")
+            if name not in (*_ANEW, _PAGES, "_opt_called", "_zero_grad_profile_name")
             and not name.startswith("_gm_")
             and not _is_hooks(name)
             and not (isinstance(value, types.MethodType) and value.__self__ is optimizer)

@@ -5,8 +5,9 @@ The reference is the same loop without us, with the same optimizer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import bitsandbytes as bnb
 import pytest
@@ -228,3 +229,35 @@ def test_an_optimizer_that_finds_its_own_lr() -> None:
             reference.zero_grad()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class Paged(torch.optim.SGD):
+    """As bitsandbytes' paged ones say it of themselves: on a GPU they ask CUDA for pages, and crash beside fakes."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.is_paged = True
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.append(self.is_paged)
+        super().step()
+
+
+@pytest.mark.parametrize("steps_inside", [False, True])
+def test_no_part_is_paged(steps_inside: bool) -> None:
+    """Neither of a rehearsal nor of a step, wherever that is made; the optimizer is what it was."""
+    model = net()
+    optimizer = Paged(model.parameters())
+    Paged.seen.clear()
+    engine = manage(model, optimizer)
+    with contextlib.closing(engine):
+        for number in range(5):
+            engine.backward(model(batch(number)).square().mean(), step=steps_inside)
+            if not steps_inside:
+                engine.clip_grad_norm_(1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.is_paged
+    assert len(Paged.seen) > 10 and not any(Paged.seen)
