@@ -207,14 +207,13 @@ void gm_speculation_note_step(gm_engine *engine, const gm_update *updates, uint3
 
 /* ---- spares ---- */
 
-/* Under the plan.  Weights that an opaque update finds on the device stay there, and their home is
- * what a spare would be. */
+/* Under the plan.  Of weights that need none the home is what a spare would be. */
 static bool is_spare_for(const gm_engine *engine, uint32_t chunk, gm_piece piece)
 {
     const gm_plan *plan = engine->room.plan;
-    bool is_in_place = gm_is_opaque(engine) && piece == GM_WEIGHT &&
-                       gm_plan_place(plan, chunk, GM_WEIGHT)->is_resident;
-    return gm_plan_is_speculated(plan, chunk) && !is_in_place &&
+    bool needs_one =
+        piece == GM_STATE || gm_spares_weights(gm_is_opaque(engine), gm_plan_class(plan, chunk));
+    return gm_plan_is_speculated(plan, chunk) && needs_one &&
            gm_engine_piece_bytes(engine, chunk, piece) > 0;
 }
 

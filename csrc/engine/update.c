@@ -346,10 +346,9 @@ static void look_at_factor(gm_engine *engine, gm_task *task)
  * invariant 3. */
 static gm_status take_result(gm_engine *engine, uint32_t chunk, gm_task *task)
 {
-    bool is_stale[] = {[GM_WEIGHT] = false, [GM_STATE] = false};
+    bool is_stale[GM_N_OWN_PIECES] = {false};
     for (int piece = GM_WEIGHT; piece <= GM_STATE; piece++) {
-        GM_TRY(
-            gm_chunks_take_next(engine->chunks, chunk, (gm_piece)piece, &is_stale[(size_t)piece]));
+        GM_TRY(gm_chunks_take_next(engine->chunks, chunk, (gm_piece)piece, &is_stale[piece]));
     }
     if (task->factor == GM_FACTOR_LATE) { /* not behind the speculations of other chunks */
         task->factor = GM_FACTOR_REDO;

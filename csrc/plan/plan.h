@@ -108,12 +108,16 @@ static inline size_t gm_spare_bytes(size_t piece_bytes)
 {
     return gm_round_up(piece_bytes, 4096);
 }
-/* That those of a chunk of a class take.  An opaque update is made in place: weights that stay on
- * the device need none. */
+/* An opaque update is made in place: weights that stay on the device need no spare. */
+static inline bool gm_spares_weights(bool is_opaque, gm_class class)
+{
+    return !is_opaque || class == GM_CLASS_S2;
+}
+/* Bytes that those of a chunk of a class take. */
 static inline size_t gm_plan_spare(const gm_plan_input *input, uint32_t chunk, gm_class class)
 {
     const size_t *bytes = input->chunks[chunk].bytes;
-    bool has_weights = !input->is_opaque || class == GM_CLASS_S2;
+    bool has_weights = gm_spares_weights(input->is_opaque, class);
     return gm_spare_bytes(bytes[GM_STATE]) + (has_weights ? gm_spare_bytes(bytes[GM_WEIGHT]) : 0);
 }
 
