@@ -109,6 +109,7 @@ class Runtime(Uncopied, Reporting):
         self._norm: tuple[int, list[int], tuple[float, int]] | None = None  # of which gradients
         self._in_backward = False
         self.steps = self.skipped_steps = 0
+        self._counted: set[Slot] = set()  # those that the last of several optimizers' steps were of
         self.coming_step = Step(self)
         self.assigned: set[Slot] = set()
         # Those that have been shown: see parameters/masters.py and parameters/stand_in.py.
@@ -571,6 +572,7 @@ class Runtime(Uncopied, Reporting):
         self.coming_step.check_announced(updates)
         self._refresh_memory()
         taken: list[None] = []
+        n_steps = self.steps
         try:
             self.half_done = "optimizer.step()"
             self._run_step(updates, is_late, taken)
@@ -584,7 +586,8 @@ class Runtime(Uncopied, Reporting):
                 self.half_done = None
         for slot in shown if self.ranks.shard.size > 1 else ():
             slot.lease()  # gathers: whoever still shows it shows the new weight, as with one rank
-        self.note_step(self.core.stats())
+        if self.steps > n_steps:
+            self.note_step(self.core.stats())
         absent.sweep()
         return loss
 
@@ -598,10 +601,18 @@ class Runtime(Uncopied, Reporting):
         if self.scaler is not None:
             self.scaler.update(False)
         self.coming_step.taken(self.scaler is None and self.core.wants_numbers())
-        self.steps, self.half_done = self.steps + 1, None
+        self.steps += self._is_new_step({slot for slot, _ in work})
+        self.half_done = None
         self.ranks.when = f" after step {self.steps}"
         if self.opaque is not None:
             self.opaque.finish()
+
+    def _is_new_step(self, slots: set[Slot]) -> bool:
+        """Several optimizers make one step together, each of its own parameters."""
+        is_new = not isinstance(self.optimizer, Several) or not self._counted.isdisjoint(slots)
+        is_new = is_new or not self._counted
+        self._counted = slots if is_new else self._counted | slots
+        return is_new
 
     def _check_unknown(self) -> None:
         """A step finds no gradient of its own: nor has anybody put trained parameters into the model since manage()."""

@@ -259,6 +259,22 @@ static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, gm
     return status == GM_OK ? done : status;
 }
 
+/* Where an update of so many elements is timed, or NULL.  The largest count: the launches of one
+ * that has biases alone say nothing about elements. */
+static gm_timed_update *place_for(gm_opaques *o, double numel)
+{
+    if (o->n_timed < GM_OPAQUE_TIMED) {
+        gm_timed_update *timed = &o->timed[o->n_timed++];
+        timed->numel = 0;
+        return timed;
+    }
+    gm_timed_update *least = o->timed;
+    for (uint32_t i = 1; i < GM_OPAQUE_TIMED; i++) {
+        least = o->timed[i].numel < least->numel ? &o->timed[i] : least;
+    }
+    return least->numel < numel ? least : NULL;
+}
+
 /* On demand the device waits often, and for the host, too: of a plan's passes those count. */
 static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *task,
                             gm_opaque_how how, bool *wrote_grads)
@@ -269,43 +285,56 @@ static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *ta
         o->is_timed_planned = true;
         o->n_timed = 0;
     }
-    if (!engine->inputs.is_tuned || o->n_timed == GM_OPAQUE_TIMED) {
+    double numel = 0;
+    for (size_t i = 0; i < task->n_ranges; i++) {
+        numel += (double)(task->ranges[i].end - task->ranges[i].begin);
+    }
+    gm_timed_update *timed = engine->inputs.is_tuned ? place_for(o, numel) : NULL;
+    if (!timed) {
         return call(engine, chunk, task, how, wrote_grads);
     }
-    gm_timed_update *timed = &o->timed[o->n_timed];
     timed->numel = 0;
-    for (size_t i = 0; i < task->n_ranges; i++) {
-        timed->numel += (double)(task->ranges[i].end - task->ranges[i].begin);
-    }
     GM_TRY(timed->began ? GM_OK : device->ops->event_new(device, true, &timed->began));
     GM_TRY(timed->ended ? GM_OK : device->ops->event_new(device, true, &timed->ended));
     GM_TRY(device->ops->event_record(device, timed->began, o->stream));
     GM_TRY(call(engine, chunk, task, how, wrote_grads));
-    o->n_timed++;
-    return device->ops->event_record(device, timed->ended, o->stream);
+    GM_TRY(device->ops->event_record(device, timed->ended, o->stream));
+    timed->numel = numel;
+    return GM_OK;
 }
+
+typedef struct seen_rate {
+    double rate, numel;
+} seen_rate;
 
 static int compare_rates(const void *a, const void *b)
 {
-    double left = *(const double *)a, right = *(const double *)b;
+    double left = ((const seen_rate *)a)->rate, right = ((const seen_rate *)b)->rate;
     return (left > right) - (left < right);
 }
 
-/* The upper quartile: the first update of all may compile kernels, and the device may have waited
- * for the host in the middle of some. */
+/* The upper quartile of the elements: the first update of all may compile kernels, and the device
+ * may have waited for the host in the middle of some. */
 double gm_opaque_rate(const gm_engine *engine)
 {
-    double rates[GM_OPAQUE_TIMED], seconds;
-    uint32_t n = 0;
-    for (uint32_t i = 0; i < engine->opaque.n_timed; i++) {
-        const gm_timed_update *timed = &engine->opaque.timed[i];
-        if (engine->device->ops->event_elapsed(engine->device, timed->began, timed->ended,
+    seen_rate seen[GM_OPAQUE_TIMED];
+    double seconds, total = 0, slower = 0;
+    uint32_t n = 0, i = 0;
+    for (uint32_t t = 0; t < engine->opaque.n_timed; t++) {
+        const gm_timed_update *timed = &engine->opaque.timed[t];
+        if (timed->numel > 0 &&
+            engine->device->ops->event_elapsed(engine->device, timed->began, timed->ended,
                                                &seconds) == GM_OK) {
-            rates[n++] = timed->numel / (seconds > 1e-9 ? seconds : 1e-9);
+            double rate = timed->numel / (seconds > 1e-9 ? seconds : 1e-9);
+            seen[n++] = (seen_rate){rate, timed->numel};
+            total += timed->numel;
         }
     }
-    qsort(rates, n, sizeof *rates, compare_rates);
-    return n > 0 ? rates[3 * n / 4] : 0;
+    qsort(seen, n, sizeof *seen, compare_rates);
+    while (i + 1 < n && (slower += seen[i].numel) <= 0.75 * total) {
+        i++;
+    }
+    return n > 0 ? seen[i].rate : 0;
 }
 
 /* The norm of these gradients is another one now, for all who know it. */

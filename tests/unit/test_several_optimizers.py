@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,39 @@ def test_a_step_is_of_its_own_parameters() -> None:
         engine.step()  # both: Muon has no gradients now
         for name, p in model.named_parameters():
             assert not torch.equal(p, before[name]) or p.ndim == 2, name
+
+
+class Slow(torch.optim.SGD):
+    """Has few elements, and takes long for them."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(2e-3)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("is_slow_first", [True, False])
+def test_steps_and_rate(is_slow_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both make one step; and a plan's rate of updates is that of the larger ones."""
+    monkeypatch.setenv("GEMINI_TUNE", "1")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(80)])
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    optimizers = [torch.optim.SGD(matrices, lr=1e-4), Slow(rest, lr=1e-4)]
+    if is_slow_first:
+        optimizers.reverse()
+    options: dict[str, Any] = {"chunk_size": 1 << 15, "device_budget": 1 << 19}
+    with contextlib.closing(gs.manage(model, optimizers, device="cpu", **options)) as engine:
+        for _ in range(STEPS):
+            engine.backward(model(torch.randn(4, 64)).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        stats = engine.stats()
+    assert stats["steps"] == STEPS
+    assert stats["planned"]
+    # 128 elements of biases in 2 ms each would be 5 s for all
+    assert stats["predicted_compute_seconds"] < 1
 
 
 def test_one_list_of_one() -> None:
