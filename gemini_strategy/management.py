@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections.abc import Mapping, Sequence
@@ -122,8 +123,11 @@ def manage(
         doors.install()
         keep_nets_on_top()
         original = Original(model, parts_of(optimizer))
-        # Whatever device the caller builds on, and whether or not anything will be trained there.
-        with patches.opening(), torch.device("cpu"), torch.inference_mode(False):
+        # Whatever device the caller builds on, and whether or not anything will be trained there. torch looks at each
+        # call where one is given.
+        is_usual = torch.get_default_device().type == "cpu"
+        on_host = contextlib.nullcontext() if is_usual else torch.device("cpu")
+        with patches.opening(), on_host, torch.inference_mode(False):
             runtime = Runtime(model, optimizer, settings, scaler, ranks, original)
             engine = Engine(runtime)
         asked = settings.device_budget

@@ -76,6 +76,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _imports_last() -> Iterator[None]:
+    """The same for what a module's tests have imported on their way."""
+    yield
+    pytest_collection_finish()
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     random.seed(1234)

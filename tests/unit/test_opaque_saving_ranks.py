@@ -188,12 +188,9 @@ def check_chain(rank: int, size: int, source: str, target: str, names: tuple[str
 
 
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("sizes", [(2, 1, 4), (4, 3, 2)], ids=["2-1-4", "4-3-2"])
-def test_any_number_loads_what_any_other_has_saved(
-    sizes: tuple[int, ...], half: int, tmp_path: Path
-) -> None:
+def test_any_number_loads_what_any_other_has_saved(half: int, tmp_path: Path) -> None:
     source = ""
-    for number, size in enumerate(sizes):
+    for number, size in enumerate((2, 1, 4, 3)):
         (folder := tmp_path / str(number)).mkdir()
         names = tuple(EVERYONE)[half::2]
         values(run_ranks(size, folder, check_chain, source, str(folder), names))
