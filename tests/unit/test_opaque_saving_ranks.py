@@ -166,7 +166,9 @@ WAYS: list[dict[str, Any]] = [
 # ---- from any number of ranks to any other -------------------------------------------------------
 
 
-def check_chain(rank: int, size: int, source: str, target: str, names: tuple[str, ...]) -> None:
+def check_chain(
+    rank: int, size: int, source: str, target: str, names: tuple[str, ...], last: int = LAST
+) -> None:
     """Goes on with what others have saved, if they have, saves and takes two more steps.
 
     Some engines that load are fresh, and some have taken steps.
@@ -180,8 +182,8 @@ def check_chain(rank: int, size: int, source: str, target: str, names: tuple[str
                 run.engine.load(f"{source}/{name}")
                 want.check(run.engine, precision_of(name))
             train(run, first, FIRST).engine.save(f"{target}/{name}", {"rank": rank})
-            train(run, FIRST, LAST)
-            go_on(want, first, LAST).check(run.engine, precision_of(name))
+            train(run, FIRST, last)
+            go_on(want, first, last).check(run.engine, precision_of(name))
             run.engine.close()
         except AssertionError as error:
             raise AssertionError(f"{name}, {how}: {error}") from error
@@ -211,7 +213,7 @@ def test_it_has_what_one_rank_saves(tmp_path: Path) -> None:
     names = "own", "sgd", "wrapped", "torchao", "rows", "muon"
     for size in (1, 4):
         (folder := tmp_path / str(size)).mkdir()
-        values(run_ranks(size, folder, check_chain, "", str(folder), names))
+        values(run_ranks(size, folder, check_chain, "", str(folder), names, FIRST))
     one, four = tmp_path / "1", tmp_path / "4"
     for name in names:
         (tensors, rest), (wanted, other) = of_whole(four, name), of_whole(one, name)
