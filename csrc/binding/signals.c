@@ -11,7 +11,9 @@
  *   2. One that has come before the call is handled before it, and what its handler raises is
  *      raised after it.
  *   3. Other threads handle no signals: for them, and inside another such call, this is an ordinary
- *      call. */
+ *      call.
+ *   4. A handler that the call has put in the place of ours stays, and may put ours back when it has
+ *      run, as LLVM's does, which a compiler of kernels brings: outside a call ours is Python's. */
 #define _GNU_SOURCE /* gettid */
 #include "binding/common.h"
 
@@ -21,18 +23,24 @@
 
 enum { N_SIGNALS = 64 };
 
-static _Atomic uint64_t arrived; /* bit n - 1: signal n */
-static struct sigaction before[N_SIGNALS + 1];
-static uint64_t held; /* likewise; this and `before` are the main thread's */
+static _Atomic uint64_t arrived, held;         /* bit n - 1: signal n */
+static struct sigaction before[N_SIGNALS + 1]; /* the main thread's */
 
 static uint64_t bit(int signal)
 {
     return UINT64_C(1) << (signal - 1);
 }
 
+/* It notes first and looks then, as release() lets go first and looks then. */
 static void note(int signal)
 {
     atomic_fetch_or(&arrived, bit(signal));
+    if (!(held & bit(signal)) && (atomic_fetch_and(&arrived, ~bit(signal)) & bit(signal))) {
+        struct sigaction plain = {.sa_handler = note}; /* what waits for the system returns */
+        (void)sigemptyset(&plain.sa_mask);
+        (void)sigaction(signal, &plain, NULL);
+        (void)PyErr_SetInterruptEx(signal);
+    }
 }
 
 /* What comes of an instruction cannot wait. */
@@ -87,8 +95,9 @@ static int hold(void)
             release();
             return -1;
         }
-        if (handled && sigaction(signal, &ours, &before[signal]) == 0) {
-            held |= bit(signal);
+        held |= handled ? bit(signal) : 0;
+        if (handled && sigaction(signal, &ours, &before[signal]) != 0) {
+            held &= ~bit(signal);
         }
     }
     return 0;

@@ -164,10 +164,12 @@ def on_stream(device: torch.device, stream: int) -> Iterator[None]:
     is_other = own.cuda_stream != default.cuda_stream
     if is_other:
         default.wait_stream(own)
-    with torch.cuda.stream(own):
-        yield
-    if is_other:
-        own.wait_stream(default)
+    try:
+        with torch.cuda.stream(own):
+            yield
+    finally:  # of a step that has failed, too: what it has launched comes before the blocks' next use
+        if is_other:
+            own.wait_stream(default)
 
 
 def room(leaf: Leaf) -> torch.Tensor:

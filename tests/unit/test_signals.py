@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import signal
 import threading
@@ -223,6 +224,27 @@ def test_a_handler_that_the_call_sets_stays() -> None:
         _C.uninterrupted(signal.signal, signal.SIGUSR2, lambda *_: seen.append(1))
         signal.raise_signal(signal.SIGUSR2)
         assert seen == [1]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_handler_that_puts_ours_back() -> None:
+    """As LLVM's: put there inside the call, it goes at its first signal, and raises that again."""
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))
+    try:
+        ours = _C.uninterrupted(libc.signal, signal.SIGUSR2, None)  # None: the default, which kills
+        libc.signal(signal.SIGUSR2, ours)
+        for n in (1, 2):
+            signal.raise_signal(signal.SIGUSR2)
+            assert len(seen) == n
+        _C.uninterrupted(signal.raise_signal, signal.SIGUSR2)
+        assert len(seen) == 3
+        signal.raise_signal(signal.SIGUSR2)
+        assert len(seen) == 4
     finally:
         signal.signal(signal.SIGUSR2, before)
 
