@@ -12,8 +12,9 @@
  *      raised after it.
  *   3. Other threads handle no signals: for them, and inside another such call, this is an ordinary
  *      call.
- *   4. A handler that the call has put in the place of ours stays, and may put ours back when it has
- *      run, as LLVM's does, which a compiler of kernels brings: outside a call ours is Python's. */
+ *   4. A handler that the call has put in the place of ours stays, and may put ours back when it
+ *      has run, as LLVM's does, which a compiler of kernels brings: outside a call ours is
+ *      Python's. */
 #define _GNU_SOURCE /* gettid */
 #include "binding/common.h"
 
