@@ -601,16 +601,18 @@ class Runtime(Uncopied, Reporting):
         if self.scaler is not None:
             self.scaler.update(False)
         self.coming_step.taken(self.scaler is None and self.core.wants_numbers())
-        self.steps += self._is_new_step({slot for slot, _ in work})
+        self.steps += self._is_new_step(work)
         self.half_done = None
         self.ranks.when = f" after step {self.steps}"
         if self.opaque is not None:
             self.opaque.finish()
 
-    def _is_new_step(self, slots: set[Slot]) -> bool:
+    def _is_new_step(self, work: list[tuple[Slot, dict[str, Any]]]) -> bool:
         """Several optimizers make one step together, each of its own parameters."""
-        is_new = not isinstance(self.optimizer, Several) or not self._counted.isdisjoint(slots)
-        is_new = is_new or not self._counted
+        if not isinstance(self.optimizer, Several):
+            return True
+        slots = {slot for slot, _ in work}
+        is_new = not self._counted or not self._counted.isdisjoint(slots)
         self._counted = slots if is_new else self._counted | slots
         return is_new
 

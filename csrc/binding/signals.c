@@ -18,6 +18,7 @@
 #define _GNU_SOURCE /* gettid */
 #include "binding/common.h"
 
+#include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <unistd.h>
@@ -37,10 +38,12 @@ static void note(int signal)
 {
     atomic_fetch_or(&arrived, bit(signal));
     if (!(held & bit(signal)) && (atomic_fetch_and(&arrived, ~bit(signal)) & bit(signal))) {
+        int error = errno;
         struct sigaction plain = {.sa_handler = note}; /* what waits for the system returns */
         (void)sigemptyset(&plain.sa_mask);
         (void)sigaction(signal, &plain, NULL);
         (void)PyErr_SetInterruptEx(signal);
+        errno = error;
     }
 }
 

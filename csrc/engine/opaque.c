@@ -264,9 +264,7 @@ static gm_status call(gm_engine *engine, uint32_t chunk, const gm_task *task, gm
 static gm_timed_update *place_for(gm_opaques *o, double numel)
 {
     if (o->n_timed < GM_OPAQUE_TIMED) {
-        gm_timed_update *timed = &o->timed[o->n_timed++];
-        timed->numel = 0;
-        return timed;
+        return &o->timed[o->n_timed++];
     }
     gm_timed_update *least = o->timed;
     for (uint32_t i = 1; i < GM_OPAQUE_TIMED; i++) {
@@ -293,7 +291,7 @@ static gm_status timed_call(gm_engine *engine, uint32_t chunk, const gm_task *ta
     if (!timed) {
         return call(engine, chunk, task, how, wrote_grads);
     }
-    timed->numel = 0;
+    timed->numel = 0; /* until it has ended */
     GM_TRY(timed->began ? GM_OK : device->ops->event_new(device, true, &timed->began));
     GM_TRY(timed->ended ? GM_OK : device->ops->event_new(device, true, &timed->ended));
     GM_TRY(device->ops->event_record(device, timed->began, o->stream));
