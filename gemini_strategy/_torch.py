@@ -121,6 +121,8 @@ disabling_saved_tensors_hooks = _generator_cell("torch.autograd.graph.disable_sa
 proxy_tensor: Any = _private("torch.fx.experimental.proxy_tensor")
 # The module that asks for addresses to make fake tensors.
 META_CONVERTER = "torch._subclasses.meta_utils"
+# Whose compiler_callbacks() are called where Dynamo begins and ends to trace.
+_COMPILER_CALLBACKS = "torch._dynamo.callback"
 recursive_scripting: Any = _private("torch.jit._recursive")
 optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
 FOREACH_TYPES = "_foreach_supported_types"
@@ -208,3 +210,8 @@ def _refuse_missing() -> None:
 _refuse_missing()
 # The core looks functions up in the libtorch that is loaded. Every module that gives it a tensor imports this one.
 _C.torch_abi_init()
+
+
+def compiler_callbacks() -> Any:
+    """Importing it takes a second, so nothing does before it is used."""
+    return importlib.import_module(_COMPILER_CALLBACKS).callback_handler

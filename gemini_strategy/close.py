@@ -224,7 +224,7 @@ def _let_go(engine: Runtime, is_dead: bool) -> Exception | None:
     attempt(engine.end_first_step)
     attempt(engine.begin_pass)
     for unit in engine.units:
-        while unit.is_entered:
+        while unit.n_entered:
             attempt(unit.leave)
     if engine.recording is not None:
         attempt(engine.recording.finish)

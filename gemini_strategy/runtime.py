@@ -665,7 +665,7 @@ class Runtime(Uncopied, Reporting):
         """Leaves units that an interrupt (KeyboardInterrupt in forward) has left entered."""
         self.begin_pass()
         for unit in self.units:
-            while unit.is_entered:
+            while unit.n_entered:
                 unit.leave()
 
     # ---- the rest ----

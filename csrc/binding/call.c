@@ -1,25 +1,53 @@
-/* call.c - the Python type UnitCall, base of hooks.py's: a call of a module with its unit entered
- * around it.
+/* call.c - the Python type UnitCall, base of hooks.py's: a call of a module with its unit, if it is
+ * one, entered around it.
  *
  * torch asks every module for `_compiled_call_impl`, and calls that where it is not None.  So a
  * unit needs no hooks: what counts hooks, or goes another way where there are some, finds those of
  * the module's owner only.
  *
+ * [Note: borrowing]
+ *     A module may use a parameter of one below it: a loss in chunks reads the head's weight, a
+ *     kernel takes its address.  At the first touch the parameter's unit is entered until the
+ *     innermost call leaves whose module has it.  What a compiled function was given is entered
+ *     when that module is called again: guards look before anything is touched.
+ *
  * Invariants
- *   1. Every enter has its leave, whatever is raised in between.
- *   2. The error of the call hides one of the leave. */
+ *   1. Every enter has its leave, whatever is raised in between; what a call has borrowed leaves
+ *      before the call's own unit, the last first.
+ *   2. The error of the call hides one of the leave.
+ *   3. Where a call has borrowed before, the net is on top from its beginning: what it saves of a
+ *      borrowed weight is a token. */
 #include "binding/unit.h"
 
 #include <structmember.h>
+
+#include "binding/frames.h"
 
 typedef struct call {
     PyObject_HEAD PyObject *module;
     PyObject *enter, *leave; /* of the unit */
     PyObject *compiled;      /* what torch.compile made of the module's call; None */
-    PyObject *outside; /* makes the call where autocast is off on `device`; None: as any other */
-    PyObject *device;  /* the type of the engine's device */
+    PyObject *outside;  /* makes the call where autocast is off on `device`; None: as any other */
+    PyObject *device;   /* the type of the engine's device */
+    PyObject *reach;    /* a frozenset of the units of the module and below it */
+    PyObject *net;      /* of what it has borrowed; None: nothing yet */
+    char borrows_again; /* from its beginning: a compiled function has borrowed */
     char is_for_evaluation; /* while the module trains, its unit is not entered */
 } call;
+
+/* Of a call: the net is on top for its unit, or was pushed for what it borrows. */
+typedef enum net_state { NET_OFF, NET_OF_UNIT, NET_PUSHED } net_state;
+
+/* One call that runs. */
+typedef struct scope {
+    unsigned long thread;
+    call *of;
+    PyObject *borrowed; /* a list of units that are entered, and of leases; NULL: nothing */
+    size_t depth;       /* of the net, before it was pushed */
+    net_state net;
+} scope;
+
+static gm_frames scopes = {.size = sizeof(scope)};
 
 /* Whether the call may run to be written down: 1 or 0; -1 with an exception set. */
 static int may_be_traced(void)
@@ -95,21 +123,150 @@ static PyObject *run(const call *self, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-static PyObject *call_call(call *self, PyObject *args, PyObject *kwargs)
+/* ---- borrowing ---- */
+
+static int leave(PyObject *unit)
 {
-    int skips = self->is_for_evaluation
-                    ? gm_py_is_true(PyObject_GetAttr(self->module, gm_torch.s_training))
-                    : 0;
-    if (skips) {
-        return skips > 0 ? run(self, args, kwargs) : NULL;
+    PyObject *error = gm_py_set_aside();
+    int left = gm_py_done(PyObject_CallMethod(unit, "leave", NULL));
+    gm_py_put_back(error); /* hides one of its own */
+    return left;
+}
+
+static gm_py_net *net_of(const call *self)
+{
+    bool is_one = self->net && self->net != Py_None;
+    gm_py_net *net = is_one ? (gm_py_net *)self->net : NULL;
+    return net && !gm_py_net_is_closed(net) ? net : NULL;
+}
+
+/* This thread's innermost scope whose module has the unit in its reach, or NULL; valid until the
+ * next push or pop.  PySet_Contains goes by identity here, and runs no Python. */
+static scope *scope_of(PyObject *unit)
+{
+    for (size_t i = scopes.n; i > 0; i--) {
+        scope *at = (scope *)(void *)scopes.at + i - 1;
+        if (at->thread == PyThread_get_thread_ident() && PySet_Contains(at->of->reach, unit) > 0) {
+            return at;
+        }
     }
-    if (refuse_if_traced(self) < 0) {
+    return NULL;
+}
+
+static int push_net(const call *self, scope *out)
+{
+    gm_py_net *net = net_of(self);
+    if (!net || out->net != NET_OFF) {
+        return 0;
+    }
+    out->depth = gm_py_net_depth(net);
+    int pushed = gm_py_net_push(net);
+    out->net = pushed > 0 ? NET_PUSHED : NET_OFF;
+    return pushed < 0 ? -1 : 0;
+}
+
+static int begin(call *self, bool has_unit)
+{
+    scope begun = {
+        .thread = PyThread_get_thread_ident(), .of = self, .net = has_unit ? NET_OF_UNIT : NET_OFF};
+    if (gm_frames_reserve(&scopes) < 0 || push_net(self, &begun) < 0) {
+        return -1;
+    }
+    gm_frames_push(&scopes, &begun);
+    return 0;
+}
+
+/* Everything borrowed leaves, whatever fails; a pending exception stays. */
+static int end(call *self)
+{
+    scope ended;
+    gm_frames_pop(&scopes, &ended);
+    PyObject *error = gm_py_set_aside();
+    int result = 0;
+    for (Py_ssize_t i = ended.borrowed ? PyList_Size(ended.borrowed) : 0; i > 0; i--) {
+        PyObject *each = PyList_GetItem(ended.borrowed, i - 1);
+        int left = PyObject_TypeCheck(each, gm_py_unit_type) ? leave(each) : 0;
+        result = result < 0 ? result : left;
+    }
+    bool is_netted = ended.net == NET_PUSHED;
+    int popped = is_netted ? gm_py_net_pop_to((gm_py_net *)self->net, ended.depth) : 0;
+    Py_XDECREF(ended.borrowed);
+    gm_py_put_back(error);
+    return result < 0 ? result : popped;
+}
+
+/* running(unit) -> (its call, the list of what that has borrowed) of the innermost module that runs
+ * in this thread and has the unit in its reach, or None. */
+static PyObject *running(PyObject *Py_UNUSED(module), PyObject *unit)
+{
+    scope *at = scope_of(unit);
+    if (!at) {
+        return Py_NewRef(Py_None);
+    }
+    if (!at->borrowed && !(at->borrowed = PyList_New(0))) {
         return NULL;
     }
-    PyObject *result =
-        gm_py_done(PyObject_CallNoArgs(self->enter)) < 0 ? NULL : run(self, args, kwargs);
+    return Py_BuildValue("OO", (PyObject *)at->of, at->borrowed);
+}
+
+/* catch_saved(unit): what that call saves from now on is a token where it shows managed bytes. */
+static PyObject *catch_saved(PyObject *Py_UNUSED(module), PyObject *unit)
+{
+    const scope *at = scope_of(unit);
+    scope netted = at ? *at : (scope){.net = NET_OF_UNIT};
+    if (netted.net == NET_OFF && push_net(netted.of, &netted) < 0) {
+        return NULL;
+    }
+    scope *then = scope_of(unit); /* the same: pushing has ended what it began */
+    if (then) {
+        then->depth = netted.depth;
+        then->net = netted.net;
+    }
+    return Py_NewRef(Py_None);
+}
+
+/* borrowed() -> what each call that runs in this thread has borrowed, the innermost first. */
+static PyObject *borrowed(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    PyObject *result = PyList_New(0);
+    for (size_t i = scopes.n; result && i > 0; i--) {
+        const scope *at = (const scope *)(void *)scopes.at + i - 1;
+        if (at->thread == PyThread_get_thread_ident() && at->borrowed &&
+            PyList_Append(result, at->borrowed) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+    return result;
+}
+
+PyMethodDef gm_py_call_methods[] = {
+    GM_PY_METHOD("borrowed", borrowed, METH_NOARGS, "borrowed() -> a list for each that has"),
+    GM_PY_METHOD("running", running, METH_O,
+                 "running(unit) -> (call, what it has borrowed) | None"),
+    GM_PY_METHOD("catch_saved", catch_saved, METH_O, "catch_saved(unit): the net is on top"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *call_call(call *self, PyObject *args, PyObject *kwargs)
+{
+    int has_unit = self->enter && self->enter != Py_None;
+    if (has_unit && self->is_for_evaluation) {
+        int trains = gm_py_is_true(PyObject_GetAttr(self->module, gm_torch.s_training));
+        has_unit = trains < 0 ? -1 : !trains;
+    }
+    if (has_unit < 0 || (has_unit && refuse_if_traced(self) < 0) || begin(self, has_unit) < 0) {
+        return NULL;
+    }
+    int entered = has_unit ? gm_py_done(PyObject_CallNoArgs(self->enter)) : 0;
+    if (entered == 0 && self->borrows_again) {
+        entered = gm_py_done(PyObject_CallMethod((PyObject *)self, "borrow_again", NULL));
+    }
+    PyObject *result = entered < 0 ? NULL : run(self, args, kwargs);
+    if (end(self) < 0) {
+        Py_CLEAR(result);
+    }
     PyObject *error = gm_py_set_aside();
-    if (gm_py_done(PyObject_CallNoArgs(self->leave)) < 0) {
+    if (has_unit && gm_py_done(PyObject_CallNoArgs(self->leave)) < 0) {
         Py_CLEAR(result);
     }
     gm_py_put_back(error);
@@ -121,7 +278,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return gm_py_torch_init() < 0 ? NULL : PyType_GenericNew(type, args, kwargs);
 }
 
-#define CALL_FIELDS(X) X(module) X(enter) X(leave) X(compiled) X(outside) X(device)
+#define CALL_FIELDS(X) X(module) X(enter) X(leave) X(compiled) X(outside) X(device) X(reach) X(net)
 
 static int call_traverse(call *self, visitproc visit, void *arg)
 {
@@ -144,10 +301,17 @@ static void call_dealloc(call *self)
 }
 
 static PyMemberDef call_members[] = {
-    GM_PY_MEMBER(call, module, T_OBJECT),          GM_PY_MEMBER(call, enter, T_OBJECT),
-    GM_PY_MEMBER(call, leave, T_OBJECT),           GM_PY_MEMBER(call, compiled, T_OBJECT),
-    GM_PY_MEMBER(call, outside, T_OBJECT),         GM_PY_MEMBER(call, device, T_OBJECT),
-    GM_PY_MEMBER(call, is_for_evaluation, T_BOOL), {NULL, 0, 0, 0, NULL},
+    GM_PY_MEMBER(call, module, T_OBJECT),
+    GM_PY_MEMBER(call, enter, T_OBJECT),
+    GM_PY_MEMBER(call, leave, T_OBJECT),
+    GM_PY_MEMBER(call, compiled, T_OBJECT),
+    GM_PY_MEMBER(call, outside, T_OBJECT),
+    GM_PY_MEMBER(call, device, T_OBJECT),
+    GM_PY_MEMBER(call, reach, T_OBJECT),
+    GM_PY_MEMBER(call, net, T_OBJECT),
+    GM_PY_MEMBER(call, borrows_again, T_BOOL),
+    GM_PY_MEMBER(call, is_for_evaluation, T_BOOL),
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot call_parts[] = {
@@ -157,7 +321,7 @@ static PyType_Slot call_parts[] = {
     {Py_tp_clear, (void *)call_clear},
     {Py_tp_members, call_members},
     {Py_tp_call, (void *)call_call},
-    {Py_tp_doc, "Enters a unit, calls its module, leaves it; base of hooks._UnitCall."},
+    {Py_tp_doc, "Calls a module, in its unit if it is one; base of hooks._UnitCall."},
     {0, NULL},
 };
 

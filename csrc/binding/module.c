@@ -55,6 +55,7 @@ static int module_exec(PyObject *module)
         PyModule_AddFunctions(module, gm_py_signal_methods) < 0 || gm_py_engine_init(module) < 0 ||
         PyModule_AddFunctions(module, gm_py_gate_methods) < 0 || gm_py_slot_init(module) < 0 ||
         PyModule_AddFunctions(module, gm_py_grad_methods) < 0 ||
+        PyModule_AddFunctions(module, gm_py_call_methods) < 0 ||
         PyModule_AddFunctions(module, gm_py_error_methods) < 0 || gm_py_unit_init(module) < 0 ||
         gm_py_call_init(module) < 0 || gm_py_handle_init(module) < 0 ||
         gm_py_net_init(module) < 0 || gm_py_comm_init(module) < 0 || add_enumerations(module) < 0) {

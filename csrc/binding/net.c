@@ -25,8 +25,8 @@
 typedef struct outer {
     unsigned long thread;
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    /* torch's checkpointing: it is to see no weights, whose memory it would keep. */
-    bool is_blind;
+    bool
+        is_blind; /* torch's checkpointing: it sees no weights, absent or not: it would keep them */
 } outer;
 
 struct gm_py_net {
@@ -183,7 +183,6 @@ static int touch(gm_py_net *net, uintptr_t address)
     }
     slot_at(net, address)->touch_count++;
     gm_status status;
-    PyObject *done = NULL;
     for (bool is_last = false;; is_last = true) {
         GM_WITHOUT_GIL(engine, status = gm_engine_touch(engine, address, stream));
         if (status != GM_ERR_NOMEM) {
@@ -194,15 +193,15 @@ static int touch(gm_py_net *net, uintptr_t address)
             return gm_py_explain((PyObject *)net, "no_room", (PyObject *)slot_at(net, address));
         }
     }
-    if (status != GM_OK) {
-        return gm_py_raised(status);
-    }
-    if (net->mark != Py_None) {
-        done = PyObject_CallFunctionObjArgs(net->mark, slot_at(net, address), NULL);
-        Py_XDECREF(done);
-        return done ? 0 : -1;
-    }
-    return 0;
+    return status != GM_OK || net->mark == Py_None
+               ? gm_py_raised(status)
+               : gm_py_done(PyObject_CallFunctionObjArgs(net->mark, slot_at(net, address), NULL));
+}
+
+int gm_py_net_touch(gm_py_net *net, const gm_py_slot *slot)
+{
+    gm_engine *engine = gm_py_net_engine(net);
+    return engine ? touch(net, gm_engine_address(engine, (uint32_t)slot->id)) : -1;
 }
 
 /* Outside backward nothing is needed any more but by tasks that other threads run, which say when
@@ -297,7 +296,7 @@ static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor,
 {
     const outer *below = gm_frames_top(&net->outers);
     bool is_blind = below && below->is_blind;
-    if (below && below->pack && !(is_blind && owner)) {
+    if (below && below->pack && !is_blind) {
         saved *delegated = pack_delegated(below, tensor);
         if (!delegated || delegated->tensor != tensor) {
             return (PyObject *)delegated;

@@ -117,7 +117,7 @@ static int enter_core(const unit *self, bool *out_has_grad, bool *out_in_backwar
 }
 
 /* Shows the parameters, unless another thread shows some. */
-static int show_slots(const unit *self, bool in_backward, frame *out)
+static int show_slots(unit *self, bool in_backward, frame *out)
 {
     int shows = gm_py_gate_show();
     if (shows < 0) {
@@ -134,6 +134,25 @@ static int show_slots(const unit *self, bool in_backward, frame *out)
         return -1;
     }
     return 0;
+}
+
+/* The same of a unit that is borrowed, without a net: it may leave before others that have come
+ * later, and its call has one (call.c). */
+static int open_borrowed(unit *self, bool has_grad, bool in_backward, frame *out)
+{
+    int is_shown = has_grad ? gm_py_is_true(PyObject_CallNoArgs(gm_torch.is_hooks_enabled)) : 1;
+    if (is_shown < 0 || (is_shown && show_slots(self, in_backward, out) < 0)) {
+        return -1;
+    }
+    out->state = FRAME_BARE;
+    return 0;
+}
+
+/* For a compiled function, which is traced now: what forbids hooks is a part of that. */
+static int open_compiled(unit *self, bool has_grad, bool in_backward, frame *out)
+{
+    (void)has_grad;
+    return open_borrowed(self, false, in_backward, out);
 }
 
 /* The chunks are pinned: what else entering is.  On failure nothing of it is left. */
@@ -162,7 +181,7 @@ static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
     return 0;
 }
 
-static PyObject *unit_enter(unit *self, PyObject *Py_UNUSED(unused))
+static PyObject *enter(unit *self, int (*open)(unit *, bool, bool, frame *))
 {
     GM_PY_FAIL_IF(!self->net, PyExc_RuntimeError, "unit %u is entered before its start()",
                   self->id);
@@ -175,7 +194,7 @@ static PyObject *unit_enter(unit *self, PyObject *Py_UNUSED(unused))
     if (gm_py_net_unpin(self->net) < 0 || enter_core(self, &has_grad, &in_backward) < 0) {
         return NULL;
     }
-    if (open_unit(self, has_grad, in_backward, &entered) < 0) {
+    if (open(self, has_grad, in_backward, &entered) < 0) {
         (void)leave_core(self);
         return NULL;
     }
@@ -184,6 +203,16 @@ static PyObject *unit_enter(unit *self, PyObject *Py_UNUSED(unused))
         *top = entered;
     }
     return Py_NewRef(Py_None);
+}
+
+static PyObject *unit_enter(unit *self, PyObject *Py_UNUSED(unused))
+{
+    return enter(self, open_unit);
+}
+
+static PyObject *unit_borrow(unit *self, PyObject *by_compiled)
+{
+    return enter(self, by_compiled == Py_True ? open_compiled : open_borrowed);
 }
 
 /* ---- leaving ---- */
@@ -262,6 +291,16 @@ static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* show(slot) -> the bytes of one of its parameters, for the node of a backward that runs. */
+static PyObject *unit_show(const unit *self, PyObject *object)
+{
+    GM_PY_FAIL_IF(!PyObject_TypeCheck(object, gm_py_slot_type), PyExc_TypeError,
+                  "show takes a slot");
+    gm_py_slot *slot = (gm_py_slot *)object;
+    bool is_shown = gm_py_net_touch(self->net, slot) == 0 && gm_py_slot_show(slot) == 0;
+    return is_shown ? Py_NewRef(slot->shown) : NULL;
+}
+
 /* ---- types ---- */
 
 /* start(net, slots): before the first enter(). */
@@ -281,9 +320,9 @@ static PyObject *unit_start(unit *self, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-static PyObject *unit_is_entered(unit *self, void *Py_UNUSED(unused))
+static PyObject *unit_n_entered(unit *self, void *Py_UNUSED(unused))
 {
-    return PyBool_FromLong(gm_frames_top(&self->frames) != NULL);
+    return PyLong_FromSize_t(gm_frames_depth(&self->frames));
 }
 
 static int unit_traverse(unit *self, visitproc visit, void *arg)
@@ -326,13 +365,15 @@ static PyMemberDef unit_members[] = {
 };
 
 static PyGetSetDef unit_getset[] = {
-    {"is_entered", (getter)unit_is_entered, NULL,
-     "whether an enter of this thread waits for its leave", NULL},
+    {"n_entered", (getter)unit_n_entered, NULL,
+     "how many enters of this thread wait for their leaves", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef unit_methods[] = {
     GM_PY_METHOD("enter", unit_enter, METH_NOARGS, "enter(): chunks pinned, parameters open"),
+    GM_PY_METHOD("borrow", unit_borrow, METH_O, "borrow(by_compiled): the same without the net"),
+    GM_PY_METHOD("show", unit_show, METH_O, "show(slot) -> its bytes, until another node asks"),
     GM_PY_METHOD("leave", unit_leave, METH_NOARGS, "leave(): the inverse of the last enter()"),
     GM_PY_METHOD("start", unit_start, METH_VARARGS, "start(net, slots): before the first enter()"),
     {NULL, NULL, 0, NULL},
@@ -350,10 +391,11 @@ static PyType_Slot unit_parts[] = {
     {0, NULL},
 };
 
+PyTypeObject *gm_py_unit_type;
+
 int gm_py_unit_init(PyObject *module)
 {
-    return gm_py_add_type(module, "gemini_strategy._C.Unit", sizeof(unit),
-                          Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, unit_parts)
-               ? 0
-               : -1;
+    gm_py_unit_type = gm_py_add_type(module, "gemini_strategy._C.Unit", sizeof(unit),
+                                     Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, unit_parts);
+    return gm_py_unit_type ? 0 : -1;
 }

@@ -116,14 +116,17 @@ int gm_py_net_pop_to(gm_py_net *net, size_t depth); /* until as many are pushed;
  * touched. */
 int gm_py_net_unpin(gm_py_net *net);
 
+/* The slot's chunk can be read by the node that runs, until another one touches. */
+int gm_py_net_touch(gm_py_net *net, const gm_py_slot *slot);
+
 int gm_py_net_init(PyObject *module);
 int gm_py_slot_init(PyObject *module);
 int gm_py_unit_init(PyObject *module);
 int gm_py_call_init(PyObject *module);
 int gm_py_handle_init(PyObject *module);
 
-extern PyTypeObject *gm_py_slot_type, *gm_py_net_type;
-extern PyMethodDef gm_py_gate_methods[], gm_py_grad_methods[];
+extern PyTypeObject *gm_py_slot_type, *gm_py_net_type, *gm_py_unit_type;
+extern PyMethodDef gm_py_gate_methods[], gm_py_grad_methods[], gm_py_call_methods[];
 
 /* For lists of the fields that are references, X(field) for each: what is done with all. */
 #define GM_PY_VISIT(field)              Py_VISIT(self->field);

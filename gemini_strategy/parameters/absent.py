@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,8 @@ _address = _torch.storage_address
 
 # Views, changes of metadata, and what asks for metadata alone.
 _PASSED = """
-    _conj _neg_view alias as_strided as_strided_ detach detach_ diagonal expand permute select.int
+    _conj _has_compatible_shallow_copy_type _neg_view
+    alias as_strided as_strided_ detach detach_ diagonal expand permute select.int
     slice.Tensor split.Tensor split_with_sizes squeeze squeeze.dim squeeze.dims squeeze_ squeeze_.dim
     squeeze_.dims t t_ transpose.int transpose_ unbind.int unfold unsqueeze unsqueeze_ view view.dtype
     _reshape_alias lift_fresh is_set_to is_same_size is_pinned empty_like new_empty new_empty_strided
@@ -94,6 +95,15 @@ class Home:
 
     def write(self, values: torch.Tensor) -> None:
         """`values`, in the geometry of what `open` gives, are the present ones: what it gave may be a copy."""
+
+    @property
+    def unit(self) -> Any:
+        """Of a parameter: one that shows it; else None."""
+        return None
+
+    def borrow(self) -> bool:
+        """Enters that while a module runs that has it below it; whether it did: see borrowing.py."""
+        return False
 
     def takes_late(self) -> bool:
         """Whether what is written into what `open` gave counts when it comes after `write`, too."""
@@ -352,6 +362,20 @@ def _one_by_one(op: Any, n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return [item for result in results for item in result]
 
 
+def _borrow(homes: Sequence[Home]) -> bool:
+    """Whether the parameters that an operation reads are shown from now on, if they are one module's."""
+    units = {home.unit for home in homes}
+    return len(units) == 1 and None not in units and homes[0].borrow()
+
+
+def _borrow_values(op: Any, values: Iterable[Any]) -> bool:
+    """The same of an operation's arguments, where it only reads."""
+    is_reader = op._schema.name.split("::")[0] in _TOLD and not op._schema.is_mutable
+    return is_reader and _borrow(
+        [home_of(v) for v in values if isinstance(v, torch.Tensor) and is_absent(v)]
+    )
+
+
 def serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The dispatcher's kernel for every operation with an absent tensor among its arguments."""
     name = op._schema.name
@@ -379,6 +403,8 @@ def serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         _home_at(absent[0][2]).note_same()
         return args[0]
     writes = _written(op, args, kwargs)
+    if writes is not None and not writes and _borrow([_home_at(a) for _, _, a in absent]):
+        return op(*args, **kwargs)
     opened: dict[int, tuple[Home, torch.Tensor, bool]] = {}
     for _, item, address in absent:
         is_written = writes is None or id(item) in writes
@@ -472,5 +498,5 @@ def install() -> None:
     passed = torch.library.Library("aten", "IMPL")
     for name in PASSED:
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
-    gate.install(everything, passed, _name_of)
+    gate.install(everything, passed, _name_of, _borrow_values)
     _libraries.extend([everything, passed])

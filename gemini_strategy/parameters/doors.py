@@ -21,7 +21,7 @@ import torch
 from gemini_strategy import _torch
 from gemini_strategy._torch import tree_map
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import absent, before_213, patches
+from gemini_strategy.parameters import absent, before_213, borrowing, patches
 from gemini_strategy.parameters.absent import (
     home_of,
     is_absent,
@@ -31,6 +31,11 @@ from gemini_strategy.parameters.absent import (
     plainly,
     set_data,
     slot_behind,
+)
+
+_WAY_OUT = (
+    "use it inside the forward of a managed module that has it, itself or below it (make what uses it such a module, "
+    "or a method that one calls), or give it p.clone()"
 )
 
 
@@ -53,13 +58,24 @@ def _door(original: Any, name: str) -> Any:
                 patches.look_again()
             return original(self, *args, **kwargs)
         home = home_of(self)
-        if sys._getframe(1).f_globals.get("__name__") == _torch.META_CONVERTER:
+        is_compiler = sys._getframe(1).f_globals.get("__name__") == _torch.META_CONVERTER
+        is_parameter = hasattr(self, "_gm_slot")
+        is_asked = is_compiler or name == "__dlpack__" or (name == "data_ptr" and is_parameter)
+        if is_asked and home.unit is not None:
+            borrowing.borrow(home.slot, is_compiler)
+            if not is_absent(self):
+                return method(self, *args, **kwargs)
+            at_hand = None if is_compiler else borrowing.at_hand(home.slot)
+            if at_hand is not None:
+                shown = like(at_hand.detach(), self).requires_grad_(self.requires_grad)
+                return original(shown, *args, **kwargs)
+        if is_compiler:
             raise GuardError(
                 f"{home.name}: a compiled or traced function takes addresses, and this tensor has none outside its "
-                "module: give it p.clone(), or call the function inside the module that owns the parameter"
+                f"module: {_WAY_OUT}"
             )
-        if name == "data_ptr" and hasattr(self, "_gm_slot"):
-            raise GuardError(f"{home.name}: data_ptr: a raw address cannot be guarded; use clone()")
+        if name == "data_ptr" and is_parameter:
+            raise GuardError(f"{home.name}: data_ptr: it has no address here: {_WAY_OUT}")
         with plainly(), torch.no_grad():
             if home.memory is not None and name in ("data_ptr", "untyped_storage"):
                 home.open(False)

@@ -44,6 +44,7 @@ _lock = (
 _changed = threading.Condition(_lock)
 _waiting: list[Slot] = []  # for each that waits to change the data of one
 _name_of: Callable[[Any], str | None]
+_borrow: Callable[[Any, tuple[Any, ...]], bool]
 _passed: list[tuple[int, Slot]] = []  # threads whose operations have passed, with the parameters
 
 
@@ -122,6 +123,8 @@ def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:
             f"{name} is used outside its module in a function that torch.jit.trace records: give the function a clone "
             "of its own, p.detach().clone(), or trace before manage()"
         )
+    if _borrow(op, (*args, *kwargs.values())):  # this thread changes data now, and passes
+        return op(*args, **kwargs)
     with passing(*_slots((*args, *kwargs.values()))):
         return op(*args, **kwargs)
 
@@ -148,13 +151,14 @@ def install(
     everything: torch.library.Library,
     aten: torch.library.Library,
     name_of: Callable[[Any], str | None],
+    borrow: Callable[[Any, tuple[Any, ...]], bool],
 ) -> None:
     """Puts the kernel in place, once per process. torch has no way to call a fallback under a mode of the caller.
 
-    `name_of`: of the parameter that a value is, or shows; None: of none.
+    `name_of`: of the parameter that a value is, or shows; None: of none. `borrow`: see absent.serve.
     """
-    global _name_of
-    _name_of = name_of
+    global _name_of, _borrow
+    _name_of, _borrow = name_of, borrow
     everything.fallback(_pass, "DeferredInit")
     for full in _torch.all_operator_names():
         name = full.removeprefix("aten::")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import absent, order
+from gemini_strategy.parameters import absent, borrowing, order
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.slot import Slot
@@ -53,12 +53,22 @@ class Weight(SlotHome):
         if not slot.engine.closed:
             if is_written:
                 slot.engine.settle()
+            elif borrowing.is_in_node(slot):
+                return slot.units[0].show(slot)
             return slot.lease(is_watched=is_written)
         # The model is ordinary again, and its parameter is this.
         now = slot.parameter.detach()
         if (now.dtype, now.device, now.stride()) != (slot.dtype, slot.device, slot.strides):
             raise GeminiError(f"{slot.name}: its engine is closed; this tensor went with it")
         return now
+
+    @property
+    def unit(self) -> Any:
+        slot = self._slot()
+        return slot.units[0] if slot is not None and slot.units else None
+
+    def borrow(self) -> bool:
+        return borrowing.borrow(self.slot)
 
     def note_same(self) -> None:
         self.slot.n_same += 1

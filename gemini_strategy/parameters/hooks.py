@@ -36,7 +36,7 @@ from torch import nn
 from gemini_strategy import _C, _torch
 from gemini_strategy._torch import detect_fake_mode, tree_map
 from gemini_strategy.errors import GeminiError, GuardError
-from gemini_strategy.parameters import absent, patches
+from gemini_strategy.parameters import absent, borrowing, patches
 from gemini_strategy.parameters.leaving import Attached
 from gemini_strategy.parameters.outside import Outside
 from gemini_strategy.parameters.slot import Slot
@@ -92,15 +92,14 @@ def _leaving(plain: Any) -> Any:
 
 def _without_nets(plain: Any) -> Any:
     """In a unit's own forward, as torch.func does: the hooks are not the caller's. Storages hold what is saved then."""
-    top = _torch.top_saved_tensors_hooks
 
     @functools.wraps(plain)
     def disabled(error_message: str) -> Any:
-        with contextlib.ExitStack() as pushed:
-            while isinstance(getattr((top(True) or [None])[0], "__self__", None), _C.Net):
-                pushed.callback(_torch.push_saved_tensors_hooks, *top(True))
-                _torch.pop_saved_tensors_hooks()
+        taken = borrowing.take_nets()
+        try:
             yield from plain(error_message)
+        finally:
+            borrowing.put_nets(taken)
 
     return disabled
 
@@ -151,7 +150,7 @@ class SavedTensorNet(_C.Net):
         )
 
     def make_room(self, slot: Slot) -> bool:
-        return slot.engine.make_room()
+        return slot.engine.make_room() or borrowing.give_back()
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
@@ -190,6 +189,8 @@ class Unit(_C.Unit):
         self.slots = slots
         self.watches_writes = False  # its forward writes weights in place (Embedding max_norm)
         self.is_for_evaluation = False
+        self.is_borrowing = False  # it is entered to be borrowed
+        self.is_compiled_use = False  # a compiled function has borrowed it, and may again
         self._call: _UnitCall | None = None
 
     def install(self, module: nn.Module) -> None:
@@ -220,7 +221,7 @@ class Unit(_C.Unit):
         return [s.lease() for s in self.slots if s.has_low]
 
     def make_room(self, slot: Slot) -> bool:
-        return slot.engine.make_room()
+        return slot.engine.make_room() or (not self.is_borrowing and borrowing.give_back())
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise self.engine.room_error(slot, f"module {self.name!r}", error) from None
@@ -267,20 +268,24 @@ class _UnitCall(Attached, _C.UnitCall):
     It copies as nothing: a copy of a managed model is unmanaged.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
+    def __init__(self, unit: Unit | None, module: nn.Module) -> None:
+        """unit: None: the module has none; others below it do, and it may borrow them."""
         self.module = module
-        self.enter, self.leave = unit.enter, unit.leave
-        self.is_for_evaluation = unit.is_for_evaluation
-        engine = unit.engine
-        self.outside = Outside(unit) if engine.precision_plan.is_mixed else None
-        self.device = unit.engine.device.type
-        self._name = unit.name or type(module).__name__
         self.own = self.compiled = module.__dict__.get(_torch.COMPILED_CALL)
         self._had_own = _torch.COMPILED_CALL in module.__dict__
+        self.reach = frozenset()
+        self.compiled_use: list[Slot] = []  # below it, of functions that it calls
+        self._name = type(module).__name__
+        if unit is not None:
+            self.enter, self.leave = unit.enter, unit.leave
+            self.is_for_evaluation = unit.is_for_evaluation
+            self.outside = Outside(unit) if unit.engine.precision_plan.is_mixed else None
+            self.device = unit.engine.device.type
+            self._name = unit.name or self._name
+            # Dynamo goes past calls of modules without hooks, and looks here, too. Of no hook, nothing else reads it.
+            module._forward_hooks_with_kwargs[_torch.COMPILED_CALL] = True  # type: ignore[index]
         # Not by setattr: what torch.compile makes of a module hands most attributes on to that.
         module.__dict__[_torch.COMPILED_CALL] = self
-        # Dynamo goes past calls of modules without hooks, and looks here, too. Of no hook, nothing else reads it.
-        module._forward_hooks_with_kwargs[_torch.COMPILED_CALL] = True  # type: ignore[index]
 
     def remove(self) -> None:
         """Those that came later are gone."""
@@ -292,6 +297,19 @@ class _UnitCall(Attached, _C.UnitCall):
             own[_torch.COMPILED_CALL] = self.compiled
         else:
             del own[_torch.COMPILED_CALL]
+
+    def borrow_from_now_on(self, slot: Slot) -> bool:
+        """Whether that is new."""
+        if slot in self.compiled_use:
+            return False
+        self.compiled_use.append(slot)
+        self.borrows_again = True
+        return True
+
+    def borrow_again(self) -> None:
+        """What compiled functions have used: their guards look at it, and a guard is no operation."""
+        for slot in self.compiled_use:
+            borrowing.borrow(slot, by_compiled=True)
 
     def refuse_if_traced(self) -> None:
         """The core asks where a dispatch mode is on, or torch.jit traces: nothing else writes down what runs."""
@@ -308,6 +326,32 @@ class _UnitCall(Attached, _C.UnitCall):
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def borrowers(model: nn.Module, units: list[tuple[nn.Module, Unit]]) -> list[_UnitCall]:
+    """Calls for the modules that have units below them and are none: what any of them may borrow is told to all.
+
+    See [Note: borrowing] in csrc/binding/call.c.
+    """
+    of = {}
+    inside_compiled = set()
+    for module, unit in units:
+        of.setdefault(id(module), []).append(unit)
+        if unit.is_compiled:
+            inside_compiled.update(id(m) for m in module.modules() if m is not module)
+    calls = []
+    for module in model.modules():
+        reach = frozenset(u for m in module.modules() for u in of.get(id(m), ()))
+        call = module.__dict__.get(_torch.COMPILED_CALL)
+        is_called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+        if id(module) in of:
+            while isinstance(call, _UnitCall):
+                call.reach = reach
+                call = call.compiled
+        elif reach and is_called and id(module) not in inside_compiled:
+            calls.append(_UnitCall(None, module))
+            calls[-1].reach = reach
+    return calls
 
 
 def root_forwards(engine: Runtime) -> list[RootForward]:

@@ -14,7 +14,13 @@ from torch import nn
 from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiError, GeminiMemoryError
 from gemini_strategy.parameters import order, quantized
-from gemini_strategy.parameters.hooks import MarkedUnit, Unit, is_compiled, wants_marks
+from gemini_strategy.parameters.hooks import (
+    MarkedUnit,
+    Unit,
+    borrowers,
+    is_compiled,
+    wants_marks,
+)
 from gemini_strategy.parameters.low import settled_low
 from gemini_strategy.parameters.means import average_grad
 from gemini_strategy.parameters.parameter import managed_class
@@ -398,9 +404,13 @@ class Registration:
             unit.watches_writes = is_renormed and found.module.max_norm is not None
             unit.install(found.module)
             units.append(unit)
+            for slot in slots if not found.is_for_evaluation else ():
+                slot.units.append(unit)
             if quantized.would_pack(found.module):
                 handles.append(quantized.Unpacked(found.module))
                 original.on_restore(handles[-1].remove)
+        modules = [found.module for found in self._units]
+        handles += borrowers(self._engine.model, list(zip(modules, units, strict=True)))
         loading.commit(original)
         device = self._engine.device
         self._share_buffers(original)

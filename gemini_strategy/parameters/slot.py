@@ -14,13 +14,14 @@ from torch import nn
 
 from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GuardError
-from gemini_strategy.parameters import absent, gate, keyed, order
+from gemini_strategy.parameters import absent, borrowing, gate, keyed, order
 from gemini_strategy.parameters.given import Given
 from gemini_strategy.parameters.homes import STATES, Weight
 from gemini_strategy.parameters.low import merge, split_low
 from gemini_strategy.precision import FORMATS
 
 if TYPE_CHECKING:
+    from gemini_strategy.parameters.hooks import Unit
     from gemini_strategy.runtime import Runtime
 
 _NAMES = ("weight", "master", "exp_avg", "exp_avg_sq", "gradient", "low")
@@ -89,6 +90,7 @@ class Slot(_C.Slot):
         "step_count",
         "step_tensor",
         "strides",
+        "units",
     )
 
     def __init__(self, engine: Runtime, index: int, name: str, parameter: nn.Parameter) -> None:
@@ -121,6 +123,7 @@ class Slot(_C.Slot):
         self.popped: tuple[Any, int] = ((lambda: None), 0)
         self.saved: Any = None  # a weak reference to its latest entry of a state dict
         self.shown = self.inside = self.absent = None
+        self.units: list[Unit] = []  # of the modules that own it
         self.content = Content()
 
     @property
@@ -164,7 +167,7 @@ class Slot(_C.Slot):
                 core.lease_pin(lease, stream)
                 break
             except MemoryError as error:
-                if is_last or not self.engine.make_room():
+                if is_last or not (self.engine.make_room() or borrowing.give_back()):
                     what = "using it outside its module"
                     raise self.engine.room_error(self, what, error) from None
         if is_watched:

@@ -204,6 +204,13 @@ FEATURES: dict[str, dict[str, str | Cell]] = {
     "a quantized base (bitsandbytes, torchao)": {
         "plain": "unit/test_quantized.py::test_training_has_the_bits_of_the_plain_run",
     },
+    "kernels and compiled functions with another module's weight": {
+        "plain": "unit/test_borrowing.py::test_bits",
+    },
+    "fp8 (torchao)": {
+        "plain": "unit/test_written_in_backward.py"
+        "::test_fp8_trains_with_the_bits_of_the_plain_run[bf16-true]",
+    },
     "trl: SFT": {"trainer": f"{_TRL}sft"},
     "trl: DPO with a reference model": {"trainer": f"{_TRL}dpo_with_a_reference_model"},
     "trl: DPO with adapters": {"trainer": f"{_TRL}dpo_with_adapters"},

@@ -259,7 +259,7 @@ def test_every_error_leaves_the_unit(error: type[BaseException]) -> None:
     with pytest.raises(error, match="stop"):
         model[0](torch.ones(1, 4))
     handle.remove()
-    assert not any(unit.is_entered for unit in engine._runtime.units)
+    assert not any(unit.n_entered for unit in engine._runtime.units)
     model(torch.ones(1, 4)).sum().backward()
     engine._runtime.core.check()
 

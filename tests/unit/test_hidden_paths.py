@@ -153,6 +153,6 @@ def test_checkpointing_beside_another_engine_and_after_an_interrupt() -> None:
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert not any(unit.is_entered for unit in engine._runtime.units)
+        assert not any(unit.n_entered for unit in engine._runtime.units)
     other_engine.close()
     engine.close()

@@ -432,7 +432,7 @@ def test_an_error_between_two_forwards(error: type[BaseException], is_nested: bo
     with pytest.raises(error, match="now"):
         unet(x, (lambda: text(tokens)) if is_nested else text(tokens))
     handle.remove()
-    assert not any(unit.is_entered for unit in run.engine._runtime.units)
+    assert not any(unit.n_entered for unit in run.engine._runtime.units)
     assert not torch.is_autocast_enabled("cpu")
     text.calls.copy_(calls)
     torch.set_rng_state(numbers)

@@ -218,7 +218,7 @@ def test_where_torch_forbids_hooks_parameters_stay_absent() -> None:
         loss = model(x)
     assert torch.equal(loss, want) and shown == [True]
     loss.sum().backward()
-    assert not unit.is_entered
+    assert not unit.n_entered
     assert all(slot.open_count == 0 for slot in unit.slots)
     engine._runtime.core.check()
     model(x).sum().backward()  # and all is well
@@ -250,7 +250,7 @@ def test_a_unit_s_own_forward_may_forbid_hooks(policy: Any) -> None:
             optimizer.zero_grad()
         if is_managed:
             engine._runtime.core.check()
-            assert not any(unit.is_entered for unit in engine._runtime.units)
+            assert not any(unit.n_entered for unit in engine._runtime.units)
             engine.close()
         return [p.detach().clone() for p in model.parameters()]
 
@@ -283,7 +283,7 @@ def test_leave_gives_the_first_error_and_still_unpins(monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine._runtime, "note_write", fail)
     with pytest.raises(RuntimeError, match="no writes to 0.weight"), torch.no_grad():
         model(torch.ones(1, WIDTH))
-    assert not any(unit.is_entered for unit in engine._runtime.units)
+    assert not any(unit.n_entered for unit in engine._runtime.units)
     assert absent.is_absent(model[0].weight)
     monkeypatch.undo()
     assert engine._runtime.core.shed(1 << 40)
