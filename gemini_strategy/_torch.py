@@ -109,6 +109,9 @@ n_dispatch_modes = _private("torch._C._len_torch_dispatch_stack")
 
 tracing_state = _private("torch._C._get_tracing_state")
 is_tracing = _private("torch._C._is_tracing")
+# torch.inference_mode is a context in Python: an interrupt in it leaves torch's guard to the garbage collector, which
+# puts the dispatch keys back that were excluded when it began.
+InferenceMode: Any = _private("torch._C._InferenceMode")
 has_autocast = _private("torch._C.is_autocast_enabled")  # public as torch's own
 detect_fake_mode = _private("torch._guards.detect_fake_mode")
 current_node = _private("torch._C._current_autograd_node")

@@ -539,7 +539,7 @@ class Engine(Uncopied, _C.Handle):
                 be, and nobody had been told (while an exception is handled, a RuntimeWarning says so).
         """
         states = self.ranks.size == 1 if with_states is None else with_states
-        with torch.inference_mode(False):
+        with _torch.InferenceMode(False):
             close.close(self._runtime, dtype, states)
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ from gemini_strategy.optim import managed
 from gemini_strategy.optim.adam import clip_coefficient, hyperparameters, mode
 from gemini_strategy.optim.opaque_optimizer import OpaqueOptimizer
 from gemini_strategy.optim.several import OpaqueSeveral, Several
-from gemini_strategy.parameters import absent, foreign, order, stand_in
+from gemini_strategy.parameters import absent, borrowing, foreign, order, stand_in
 from gemini_strategy.parameters.hooks import SavedTensorNet, root_forwards
 from gemini_strategy.parameters.original import Original
 from gemini_strategy.parameters.registration import Registration
@@ -109,6 +109,7 @@ class Runtime(Uncopied, Reporting):
         self._norm: tuple[int, list[int], tuple[float, int]] | None = None  # of which gradients
         self._in_backward = False
         self.steps = self.skipped_steps = 0
+        self.borrowers: set[Any] = set()  # calls of modules whose operations have borrowed
         self._counted: set[Slot] = set()  # those that the last of several optimizers' steps were of
         self.coming_step = Step(self)
         self.assigned: set[Slot] = set()
@@ -587,7 +588,9 @@ class Runtime(Uncopied, Reporting):
         for slot in shown if self.ranks.shard.size > 1 else ():
             slot.lease()  # gathers: whoever still shows it shows the new weight, as with one rank
         if self.steps > n_steps:
-            self.note_step(self.core.stats())
+            stats = self.core.stats()
+            self.note_step(stats)
+            borrowing.judge(self, bool(stats["planned"]))
         absent.sweep()
         return loss
 
@@ -667,6 +670,8 @@ class Runtime(Uncopied, Reporting):
         for unit in self.units:
             while unit.n_entered:
                 unit.leave()
+        for _, borrowed in _C.borrowed()[0]:
+            borrowed.clear()
 
     # ---- the rest ----
 

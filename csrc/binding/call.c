@@ -199,12 +199,16 @@ static int end(call *self)
  * in this thread and has the unit in its reach, or None. */
 static PyObject *running(PyObject *Py_UNUSED(module), PyObject *unit)
 {
+    PyObject *made = PyList_New(0); /* first: it may run finalizers */
     scope *at = scope_of(unit);
-    if (!at) {
-        return Py_NewRef(Py_None);
+    if (!made || !at) {
+        Py_XDECREF(made);
+        return made ? Py_NewRef(Py_None) : NULL;
     }
-    if (!at->borrowed && !(at->borrowed = PyList_New(0))) {
-        return NULL;
+    if (at->borrowed) {
+        Py_DECREF(made);
+    } else {
+        at->borrowed = made;
     }
     return Py_BuildValue("OO", (PyObject *)at->of, at->borrowed);
 }
@@ -225,22 +229,31 @@ static PyObject *catch_saved(PyObject *Py_UNUSED(module), PyObject *unit)
     return Py_NewRef(Py_None);
 }
 
-/* borrowed() -> what each call that runs in this thread has borrowed, the innermost first. */
+/* borrowed() -> ([(call, what it has borrowed)] of this thread, how much others have). */
 static PyObject *borrowed(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    PyObject *result = PyList_New(0);
-    for (size_t i = scopes.n; result && i > 0; i--) {
-        const scope *at = (const scope *)(void *)scopes.at + i - 1;
-        if (at->thread == PyThread_get_thread_ident() && at->borrowed &&
-            PyList_Append(result, at->borrowed) < 0) {
-            Py_CLEAR(result);
+    PyObject *mine = PyList_New(0);
+    Py_ssize_t n_others = 0;
+    for (size_t i = 0; mine && i < scopes.n; i++) {
+        const scope *at = (const scope *)(void *)scopes.at + i;
+        if (!at->borrowed) {
+            continue;
         }
+        if (at->thread != PyThread_get_thread_ident()) {
+            n_others += PyList_Size(at->borrowed);
+            continue;
+        }
+        PyObject *pair = Py_BuildValue("OO", (PyObject *)at->of, at->borrowed);
+        if (!pair || PyList_Append(mine, pair) < 0) {
+            Py_CLEAR(mine);
+        }
+        Py_XDECREF(pair);
     }
-    return result;
+    return mine ? Py_BuildValue("Nn", mine, n_others) : NULL;
 }
 
 PyMethodDef gm_py_call_methods[] = {
-    GM_PY_METHOD("borrowed", borrowed, METH_NOARGS, "borrowed() -> a list for each that has"),
+    GM_PY_METHOD("borrowed", borrowed, METH_NOARGS, "borrowed() -> (pairs, n)"),
     GM_PY_METHOD("running", running, METH_O,
                  "running(unit) -> (call, what it has borrowed) | None"),
     GM_PY_METHOD("catch_saved", catch_saved, METH_O, "catch_saved(unit): the net is on top"),

@@ -30,7 +30,8 @@ int gm_py_gate_show(void)
     if (n_shown && shower != thread) {
         return 0;
     }
-    if (!n_shown && skip_gate(true) < 0) {
+    /* Each time: what has begun inside a transform or a graph task of torch ends with that. */
+    if (skip_gate(true) < 0) {
         return -1;
     }
     shower = thread;

@@ -295,8 +295,10 @@ static gm_py_net *owner_of(uintptr_t address)
 static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
 {
     const outer *below = gm_frames_top(&net->outers);
-    bool is_blind = below && below->is_blind;
-    if (below && below->pack && !is_blind) {
+    /* Not so what is borrowed: it may be absent when that is computed again. */
+    bool is_blind =
+        below && below->is_blind && !(owner && gm_py_slot_is_borrowed(slot_at(owner, address)));
+    if (below && below->pack && !(is_blind && owner)) {
         saved *delegated = pack_delegated(below, tensor);
         if (!delegated || delegated->tensor != tensor) {
             return (PyObject *)delegated;
@@ -501,10 +503,9 @@ int gm_py_net_push(gm_py_net *net)
             return -1;
         }
         const outer *below = other ? gm_frames_top(&other->outers) : NULL;
-        if (below) { /* nets delegate past each other: each has its units on top */
-            frame = *below;
-        } else {
-            frame.is_blind = is_blind;
+        frame.is_blind = is_blind;
+        if (other) { /* nets delegate past each other: each has its units on top */
+            frame = below ? *below : (outer){.thread = frame.thread};
         }
         Py_XINCREF(frame.pack);
         Py_XINCREF(frame.unpack);

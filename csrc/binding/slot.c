@@ -195,6 +195,11 @@ int gm_py_slot_end_use(gm_py_slot *slot, gm_engine *engine, gm_stream stream)
     return slot->is_watched ? unwatch(slot, engine) : 0;
 }
 
+bool gm_py_slot_is_borrowed(const gm_py_slot *slot)
+{
+    return slot->borrow_count > 0 && slot->borrow_count == slot->open_count;
+}
+
 /* ---- the type ---- */
 
 /* Through which it may hold itself, and the others. */

@@ -22,6 +22,7 @@ typedef struct frame {
     frame_state state;
     bool is_open;      /* the parameters show their bytes */
     bool is_shower;    /* for this thread may: see gate.c */
+    bool is_borrowed;  /* open for another module */
     size_t depth;      /* of the net, before */
     PyObject *watched; /* leased tensors that find what the forward writes; NULL: none */
 } frame;
@@ -136,6 +137,13 @@ static int show_slots(unit *self, bool in_backward, frame *out)
     return 0;
 }
 
+static void count_borrows(const unit *self, int change)
+{
+    for (Py_ssize_t i = 0; i < n_slots(self); i++) {
+        slot_at(self, i)->borrow_count += change;
+    }
+}
+
 /* The same of a unit that is borrowed, without a net: it may leave before others that have come
  * later, and its call has one (call.c). */
 static int open_borrowed(unit *self, bool has_grad, bool in_backward, frame *out)
@@ -145,6 +153,8 @@ static int open_borrowed(unit *self, bool has_grad, bool in_backward, frame *out
         return -1;
     }
     out->state = FRAME_BARE;
+    out->is_borrowed = out->is_open;
+    count_borrows(self, out->is_borrowed);
     return 0;
 }
 
@@ -269,6 +279,7 @@ static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
     if (left.state == FRAME_FAILED) {
         return Py_NewRef(Py_None); /* enter failed: there is nothing to undo */
     }
+    count_borrows(self, -left.is_borrowed);
     int result = left.state == FRAME_NETTED ? gm_py_net_pop_to(self->net, left.depth) : 0;
     if (!gm_py_net_is_closed(self->net)) {
         PyObject *context = left.is_open ? gm_py_without_subclasses() : NULL;

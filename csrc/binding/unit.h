@@ -16,6 +16,7 @@ typedef struct gm_py_slot {
     PyObject_HEAD char is_watched;     /* what is written through `shown` is looked for */
     char is_assigned;                  /* what was assigned to it may have been written since */
     long long open_count, touch_count; /* units, backward nodes that use `shown` */
+    long long borrow_count;            /* of open_count, those for another module */
     long long version;                 /* of the parameter, when last looked at */
     PyObject *parameter;
     PyObject *absent; /* what the parameter's data is outside its units */
@@ -101,6 +102,8 @@ int gm_py_slot_close(gm_py_slot *slot, bool is_plain); /* one less; the last mak
  * has pins it itself, and what may have been written is found.  Runs no Python: a signal's handler
  * would raise in here, and the rest of a task's or a unit's end would not be. */
 int gm_py_slot_end_use(gm_py_slot *slot, gm_engine *engine, gm_stream stream);
+/* Whether its units are entered by those alone that borrow it. */
+bool gm_py_slot_is_borrowed(const gm_py_slot *slot);
 int gm_py_is_true(PyObject *result); /* 1 or 0; takes the reference, NULL is a failure */
 int gm_py_done(PyObject *result);    /* 0; takes the reference, NULL is a failure */
 int gm_py_raised(gm_status status);  /* 0 if it is GM_OK */

@@ -80,7 +80,7 @@ class _BlasHandle(torch.autograd.Function):
 
 
 def _take_workspaces(device: torch.device) -> None:
-    with torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
+    with torch.cuda.device(device), _torch.InferenceMode(False), torch.enable_grad():
         _BlasHandle.apply(torch.zeros((), device=device, requires_grad=True)).backward()
 
 

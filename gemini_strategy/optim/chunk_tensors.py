@@ -31,7 +31,7 @@ def tensor_at(
     n_bytes = torch.Size(shape).numel() * dtype.itemsize
     if n_bytes == 0:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    with torch.inference_mode(False), torch.no_grad():
+    with _torch.InferenceMode(False), torch.no_grad():
         storage = _torch.storage_from_address(address, device, n_bytes)
         tensor = torch.empty(0, dtype=dtype, device=device)
         return tensor.set_(storage, 0, shape, strides)

@@ -268,7 +268,7 @@ class OpaqueOptimizer(OpaqueEntries):
             enabled, dtype = self._autocast
             with (
                 in_plain_torch(),
-                torch.inference_mode(False),
+                _torch.InferenceMode(False),
                 torch.no_grad(),
                 _torch.DisableFuncTorch(),
                 torch.autocast(runtime.device.type, dtype, enabled),

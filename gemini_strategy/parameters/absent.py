@@ -23,9 +23,8 @@ torch's own has it, and `install` refuses a torch in which somebody else serves 
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -299,11 +298,12 @@ def _name_of(value: Any) -> str | None:
     return home_of(value).name if is_one else None
 
 
-@contextlib.contextmanager
-def plainly() -> Iterator[None]:
-    """Without this module and without the caller's modes (FakeTensorMode and the like)."""
-    with _torch.ExcludeDispatchKeyGuard(_PLAINLY):
-        yield
+def plainly() -> Any:
+    """A context without this module and without the caller's modes (FakeTensorMode and the like).
+
+    torch's own: an interrupt in one that is written in Python could leave the keys off.
+    """
+    return _torch.ExcludeDispatchKeyGuard(_PLAINLY)
 
 
 def like(base: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 Invariants
     1. A unit that is borrowed has been entered by the thread in which the module runs, and leaves with it; sooner only
-       for room, and only if nobody has an address of its bytes.
-    2. To borrow makes room by nothing that is borrowed: of two that do not fit together neither takes the other's room
-       for ever. What finds no room is served, operation by operation.
+       for room, and only if no address of its bytes was given out.
+    2. To borrow for an operation makes room by nothing that is borrowed: of two that do not fit together neither takes
+       the other's room for ever. A module that lacks the room once is served, operation by operation, from then on.
     3. What is written is not borrowed for that.
     4. While Dynamo traces, no net is on: it runs what it traces of torch.func, which forbids hooks. From its end on the
        net of the call is that has borrowed for the compiled function.
@@ -12,8 +12,10 @@ Invariants
 
 from __future__ import annotations
 
+import enum
 import math
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from gemini_strategy.errors import GeminiMemoryError
 if TYPE_CHECKING:
     from gemini_strategy.parameters.hooks import Unit
     from gemini_strategy.parameters.slot import Slot
+    from gemini_strategy.runtime import Runtime
 
 
 def _running(slot: Slot) -> tuple[Unit, Any, list[Any]] | None:
@@ -35,15 +38,20 @@ def _running(slot: Slot) -> tuple[Unit, Any, list[Any]] | None:
     return None
 
 
-class _Tracing(threading.local):
-    """What waits for Dynamo's end in this thread: hooks that were taken off, units whose borrower gets a net."""
+_PATIENCE = 10.0  # seconds for which a thread waits for what another one has borrowed
+
+
+class _Here(threading.local):
+    """Of a thread: whether it enters a unit to borrow it for an operation or an address; and what waits for Dynamo's
+    end: hooks that were taken off, units whose borrower gets a net."""
 
     def __init__(self) -> None:
+        self.borrows = False
         self.taken: list[Any] = []
         self.units: list[Unit] = []
 
 
-_tracing = _Tracing()
+_here = _Here()
 
 
 def take_nets() -> list[Any]:
@@ -61,13 +69,19 @@ def put_nets(taken: list[Any]) -> None:
 
 
 def _begin_tracing(_: Any) -> None:
-    _tracing.taken += take_nets()
+    _here.taken += take_nets()
 
 
 def _end_tracing(_: Any) -> None:
-    put_nets(_tracing.taken)
-    while _tracing.units:
-        _C.catch_saved(_tracing.units.pop())
+    put_nets(_here.taken)
+    while _here.units:
+        _catch_saved(_here.units.pop())
+
+
+def _catch_saved(unit: Unit) -> None:
+    """Not in a node of a backward: torch ends with it what hooks it has."""
+    if _torch.current_task() == -1:
+        _C.catch_saved(unit)
 
 
 def _watch_compiler() -> None:
@@ -78,10 +92,19 @@ def _watch_compiler() -> None:
         callbacks.register_end_callback(_end_tracing)
 
 
-def borrow(slot: Slot, by_compiled: bool = False) -> bool:
+class Use(enum.Enum):
+    """What a parameter is borrowed for."""
+
+    OPERATION = "operation"
+    ADDRESS = "address"
+    COMPILED = "compiled"  # a function: from now on the module borrows it when it begins
+
+
+def borrow(slot: Slot, use: Use = Use.OPERATION) -> bool:
     """Enters its unit until the innermost running module leaves that has it; whether it did.
 
-    by_compiled: from now on that module borrows it when it begins.
+    Raises:
+        GeminiMemoryError: there is no room for what a compiled function uses.
     """
     if slot.open_count or slot.engine.closed:
         return False
@@ -89,36 +112,73 @@ def borrow(slot: Slot, by_compiled: bool = False) -> bool:
     if found is None or found[0].is_compiled or found[0].n_entered:
         return False
     unit, call, borrowed = found
+    if use is Use.OPERATION and call.lacks_room:
+        return False
     call.net = slot.net
-    if by_compiled:
+    if use is Use.COMPILED:
         _watch_compiler()
         unit.is_compiled_use = True
         if call.borrow_from_now_on(slot):  # the compiler runs
-            _tracing.units.append(unit)
+            _here.units.append(unit)
     borrowed.append(unit)  # before: an interrupt finds it there
-    unit.is_borrowing = True
+    _here.borrows = use is not Use.COMPILED
     try:
-        unit.borrow(by_compiled)
+        unit.borrow(use is Use.COMPILED)
     except GeminiMemoryError:
         borrowed.remove(unit)
         unit.leave()
+        if use is Use.COMPILED:
+            raise
+        call.lacks_room = True
         return False
     finally:
-        unit.is_borrowing = False
+        _here.borrows = False
+    if use is not Use.COMPILED:
+        _catch_saved(unit)
+    if use is Use.OPERATION:
+        slot.engine.borrowers.add(call)
     return True
 
 
-def give_back() -> bool:
-    """Lets those leave that this thread has borrowed for operations; whether there were any."""
+def judge(engine: Runtime, is_planned: bool) -> None:
+    """After a step: where no plan has room for what operations hold, they are served one by one."""
+    if not is_planned:
+        for call in engine.borrowers:
+            call.lacks_room = True
+        engine.borrowers.clear()
+
+
+def make_room(engine: Runtime) -> bool:
+    """A chunk finds no room: whether there is more now."""
+    if _here.borrows:
+        return engine.make_room()
+    return _give_back() or engine.make_room() or _await_others()
+
+
+def _give_back() -> bool:
+    """Lets those leave that this thread has borrowed for operations; whether there were any.
+
+    From then on each operation of such a module is served by itself, as a plan knows it.
+    """
     is_left = False
-    for borrowed in _C.borrowed():
+    for call, borrowed in _C.borrowed()[0]:
         for unit in [each for each in borrowed if isinstance(each, _C.Unit)]:
             has_address = unit.is_compiled_use or any(s.is_watched for s in unit.slots)
             if unit.n_entered == 1 and not has_address:
                 borrowed.remove(unit)
                 unit.leave()
-                is_left = True
+                call.lacks_room = is_left = True
     return is_left
+
+
+def _await_others() -> bool:
+    """Whether another thread has given something back in time. It may wait for this one: not for ever."""
+    n_before, end = _C.borrowed()[1], time.monotonic() + _PATIENCE
+    while n_before and time.monotonic() < end:
+        time.sleep(0.001)
+        if _C.borrowed()[1] < n_before:
+            return True
+    return False
 
 
 def is_in_node(slot: Slot) -> bool:

@@ -62,7 +62,8 @@ def _door(original: Any, name: str) -> Any:
         is_parameter = hasattr(self, "_gm_slot")
         is_asked = is_compiler or name == "__dlpack__" or (name == "data_ptr" and is_parameter)
         if is_asked and home.unit is not None:
-            borrowing.borrow(home.slot, is_compiler)
+            use = borrowing.Use.COMPILED if is_compiler else borrowing.Use.ADDRESS
+            borrowing.borrow(home.slot, use)
             if not is_absent(self):
                 return method(self, *args, **kwargs)
             at_hand = None if is_compiler else borrowing.at_hand(home.slot)
@@ -252,7 +253,7 @@ _DOORS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
             ),
             (
                 _torch.recursive_scripting,
-                "infer_methods_to_compile",
+                "create_script_module",
                 "a managed model has no code that could be scripted: gemini_strategy.engine_of(model).close() first, "
                 "which makes it ordinary again",
             ),

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 KEY = _torch.dispatch_key("DeferredInit")
 KEYS = _torch.DispatchKeySet(KEY)
 
-# torch makes tensors of other classes of what these give, which must not have been in Python: see parameter.py.
-_TAKEN_FRESH = ("alias", "detach")
+# torch makes tensors of other classes of what these give, which must not have been in Python: see parameter.py. The
+# last is asked when a parameter gets other data.
+_TAKEN_FRESH = ("alias", "detach", "_has_compatible_shallow_copy_type")
 # Below: slots' readers, and who waits. A signal's handler may come in a thread that has it.
 _lock = (
     threading.RLock()
@@ -81,10 +82,9 @@ def passing(*slots: Slot) -> Iterator[None]:
                 slot.readers = [*(slot.readers or ()), thread]
                 _passed.append((thread, slot))
                 passed.append(slot)
-        with _torch.ExcludeDispatchKeyGuard(KEYS):
-            in_units = [slot for slot in slots if slot.open_count > slot.is_raw]
-            leases += [slot.lease(is_watched=False) for slot in in_units]
-            yield
+        in_units = [slot for slot in slots if slot.open_count > slot.is_raw]
+        leases += [slot.lease(is_watched=False) for slot in in_units]
+        yield
     finally:
         leases.clear()
         with _lock:
@@ -125,7 +125,8 @@ def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if _borrow(op, (*args, *kwargs.values())):  # this thread changes data now, and passes
         return op(*args, **kwargs)
-    with passing(*_slots((*args, *kwargs.values()))):
+    # Not in a generator: an interrupt would leave the key off until that is collected.
+    with passing(*_slots((*args, *kwargs.values()))), _torch.ExcludeDispatchKeyGuard(KEYS):
         return op(*args, **kwargs)
 
 

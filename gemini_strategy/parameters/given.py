@@ -41,7 +41,7 @@ _PIECE = 1 << 20  # elements that are looked at together
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
     """Odd numbers of 64 bits without a pattern: an element that changes always changes a sum over it."""
-    with torch.inference_mode(False):
+    with _torch.InferenceMode(False):
         mixed = torch.arange(1, _PIECE + 1, dtype=torch.int64, device=device) * 0x1E3779B97F4A7C15
         mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
         return mixed ^ (mixed >> 32) | 1

@@ -150,7 +150,7 @@ class SavedTensorNet(_C.Net):
         )
 
     def make_room(self, slot: Slot) -> bool:
-        return slot.engine.make_room() or borrowing.give_back()
+        return borrowing.make_room(slot.engine)
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise slot.engine.room_error(slot, "a backward node that needs it", error) from None
@@ -189,7 +189,6 @@ class Unit(_C.Unit):
         self.slots = slots
         self.watches_writes = False  # its forward writes weights in place (Embedding max_norm)
         self.is_for_evaluation = False
-        self.is_borrowing = False  # it is entered to be borrowed
         self.is_compiled_use = False  # a compiled function has borrowed it, and may again
         self._call: _UnitCall | None = None
 
@@ -221,7 +220,7 @@ class Unit(_C.Unit):
         return [s.lease() for s in self.slots if s.has_low]
 
     def make_room(self, slot: Slot) -> bool:
-        return slot.engine.make_room() or (not self.is_borrowing and borrowing.give_back())
+        return borrowing.make_room(slot.engine)
 
     def no_room(self, slot: Slot, error: MemoryError) -> None:
         raise self.engine.room_error(slot, f"module {self.name!r}", error) from None
@@ -275,6 +274,7 @@ class _UnitCall(Attached, _C.UnitCall):
         self._had_own = _torch.COMPILED_CALL in module.__dict__
         self.reach = frozenset()
         self.compiled_use: list[Slot] = []  # below it, of functions that it calls
+        self.lacks_room = False  # what its operations have borrowed had to be given back
         self._name = type(module).__name__
         if unit is not None:
             self.enter, self.leave = unit.enter, unit.leave
@@ -309,7 +309,7 @@ class _UnitCall(Attached, _C.UnitCall):
     def borrow_again(self) -> None:
         """What compiled functions have used: their guards look at it, and a guard is no operation."""
         for slot in self.compiled_use:
-            borrowing.borrow(slot, by_compiled=True)
+            borrowing.borrow(slot, borrowing.Use.COMPILED)
 
     def refuse_if_traced(self) -> None:
         """The core asks where a dispatch mode is on, or torch.jit traces: nothing else writes down what runs."""
@@ -343,7 +343,8 @@ def borrowers(model: nn.Module, units: list[tuple[nn.Module, Unit]]) -> list[_Un
     for module in model.modules():
         reach = frozenset(u for m in module.modules() for u in of.get(id(m), ()))
         call = module.__dict__.get(_torch.COMPILED_CALL)
-        is_called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+        own = inspect.getattr_static(module, "forward", None)
+        is_called = own is not inspect.getattr_static(nn.Module, "forward")
         if id(module) in of:
             while isinstance(call, _UnitCall):
                 call.reach = reach

@@ -30,7 +30,7 @@ def tensor(
     device: torch.device,
 ) -> torch.Tensor:
     """A torch.Tensor with these keys besides its own, from the storage's first byte on. storage: None: of no bytes."""
-    with torch.inference_mode(False), torch.no_grad(), _torch.ExcludeDispatchKeyGuard(keys | MODES):
+    with _torch.InferenceMode(False), torch.no_grad(), _torch.ExcludeDispatchKeyGuard(keys | MODES):
         keyed = _torch.make_wrapper_subclass(
             _Keyed, shape, strides=strides, dtype=dtype, device=device, _extra_dispatch_keys=keys
         )

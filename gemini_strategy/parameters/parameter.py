@@ -100,11 +100,11 @@ class _Managed:
         return "Parameter containing:\n" + repr(shown)
 
     def detach(self) -> torch.Tensor:
-        with gate.passing(self._gm_slot):
+        with gate.passing(self._gm_slot), _torch.ExcludeDispatchKeyGuard(gate.KEYS):
             return _base.detach(self)
 
     def as_subclass(self, cls: type) -> torch.Tensor:
-        with gate.passing(self._gm_slot):
+        with gate.passing(self._gm_slot), _torch.ExcludeDispatchKeyGuard(gate.KEYS):
             return _base.as_subclass(self, cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:

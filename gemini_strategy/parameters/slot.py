@@ -152,7 +152,7 @@ class Slot(_C.Slot):
     def blob(self, lease: int) -> torch.Tensor:
         """A tensor on the parameter's bytes whose storage ends `lease` when it dies."""
         kind, index = (0, -1) if self.device.type == "cpu" else (1, self.device.index)
-        with torch.inference_mode(False), absent.plainly():
+        with _torch.InferenceMode(False), absent.plainly():
             return torch.ops.gemini.blob(lease, self.shape, self.strides, self.dtype, kind, index)
 
     def lease(self, is_watched: bool = True) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Slot(_C.Slot):
                 core.lease_pin(lease, stream)
                 break
             except MemoryError as error:
-                if is_last or not (self.engine.make_room() or borrowing.give_back()):
+                if is_last or not borrowing.make_room(self.engine):
                     what = "using it outside its module"
                     raise self.engine.room_error(self, what, error) from None
         if is_watched:
@@ -589,7 +589,7 @@ class Slot(_C.Slot):
         """The count as torch's Adam has it; whoever changes it changes the count."""
         if self.step_tensor is None:
             count = float(self.step_count)
-            with torch.inference_mode(False):
+            with _torch.InferenceMode(False):
                 self.step_tensor = torch.tensor(count, dtype=torch.float32, device="cpu")
         return self.step_tensor
 

@@ -293,7 +293,7 @@ class Loading:
 
     def show(self, parameter: nn.Parameter, data: torch.Tensor, original: Original) -> None:
         """Makes a parameter on the meta device one on `data`: the same object, with its hooks."""
-        with torch.inference_mode(False), _torch.DisableTorchFunctionSubclass():
+        with _torch.InferenceMode(False), _torch.DisableTorchFunctionSubclass():
             home = _torch.make_subclass(type(parameter), data, parameter.requires_grad)
 
             def take_back() -> None:
