@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
 from typing import Any
@@ -124,8 +125,7 @@ disabling_saved_tensors_hooks = _generator_cell("torch.autograd.graph.disable_sa
 proxy_tensor: Any = _private("torch.fx.experimental.proxy_tensor")
 # The module that asks for addresses to make fake tensors.
 META_CONVERTER = "torch._subclasses.meta_utils"
-# Whose compiler_callbacks() are called where Dynamo begins and ends to trace.
-_COMPILER_CALLBACKS = "torch._dynamo.callback"
+_COMPILER_CALLBACKS = "torch._dynamo.callback"  # called where Dynamo begins and ends to trace
 recursive_scripting: Any = _private("torch.jit._recursive")
 optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
 FOREACH_TYPES = "_foreach_supported_types"
@@ -216,5 +216,6 @@ _C.torch_abi_init()
 
 
 def compiler_callbacks() -> Any:
-    """Importing it takes a second, so nothing does before it is used."""
-    return importlib.import_module(_COMPILER_CALLBACKS).callback_handler
+    """None before a program has imported the compiler, which takes a second."""
+    module = sys.modules.get(_COMPILER_CALLBACKS)
+    return None if module is None else module.callback_handler

@@ -80,13 +80,16 @@ def _end_tracing(_: Any) -> None:
 
 def _catch_saved(unit: Unit) -> None:
     """Not in a node of a backward: torch ends with it what hooks it has."""
+    watch_compiler()
     if _torch.current_task() == -1:
         _C.catch_saved(unit)
 
 
-def _watch_compiler() -> None:
-    """torch._dynamo.reset() forgets who watches."""
+def watch_compiler() -> None:
+    """Has Dynamo, if it is there, tell when it traces; torch._dynamo.reset() forgets who wants to know."""
     callbacks = _torch.compiler_callbacks()
+    if callbacks is None:
+        return
     if _begin_tracing not in callbacks.start_callbacks:
         callbacks.register_start_callback(_begin_tracing)
         callbacks.register_end_callback(_end_tracing)
@@ -116,7 +119,7 @@ def borrow(slot: Slot, use: Use = Use.OPERATION) -> bool:
         return False
     call.net = slot.net
     if use is Use.COMPILED:
-        _watch_compiler()
+        watch_compiler()
         unit.is_compiled_use = True
         if call.borrow_from_now_on(slot):  # the compiler runs
             _here.units.append(unit)

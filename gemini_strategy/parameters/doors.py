@@ -214,7 +214,9 @@ def _recording_door(original: Any, why: str) -> Any:
                     slot = getattr(parameter, "_gm_slot", None)
                     if slot is not None:
                         raise GuardError(f"{why}: {slot.name} is managed")
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        borrowing.watch_compiler()  # torch.compile imports it
+        return result
 
     return recording
 

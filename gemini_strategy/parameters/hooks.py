@@ -121,6 +121,7 @@ class SavedTensorNet(_C.Net):
         for unit in engine.units:
             unit.start(self, tuple(unit.slots))
         absent.nets.add(self)
+        borrowing.watch_compiler()
 
     def is_absent(self, tensor: torch.Tensor) -> bool:
         return absent.is_absent(tensor)

@@ -10,6 +10,8 @@ import copy
 import ctypes
 import gc
 import itertools
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gemini_strategy as gs
+from gemini_strategy.parameters import absent
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.core  # make check runs these on a core with its own assertions
@@ -299,6 +302,23 @@ def test_a_function_that_borrows_is_not_compiled_for_each_call() -> None:
     assert counted.frame_count <= 2  # in the first call nothing was entered when it began
 
 
+def test_a_transform_is_compiled_where_operations_have_borrowed_before() -> None:
+    """Dynamo runs what it traces of torch.func, which forbids the hooks of nets."""
+
+    class First(Model):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            assert (x @ self.head.weight.t()).isfinite().all()
+            return super().forward(x, target)
+
+    torch._dynamo.reset()
+    plain, model = First("compiled torch.func"), First("compiled torch.func")
+    want = train(plain, gs.HybridAdam(plain.parameters(), lr=1e-2), None)
+    torch._dynamo.reset()
+    engine, optimizer = manage(model, **tight())
+    got = train(model, optimizer, engine)
+    assert all(map(torch.equal, got, want))
+
+
 def test_outside_the_model_it_is_refused_with_the_way_out() -> None:
     model = Model("address on ctx")
     engine, optimizer = manage(model)
@@ -363,6 +383,133 @@ def test_what_has_given_its_address_stays_or_is_refused_by_name() -> None:
     check_nothing_is_left(engine)
     engine.close()
     assert model(*batch(0)).isfinite()
+
+
+class Transforming(nn.Module):
+    """Touches a weight inside a transform of torch, in a graph task of its own, and the rest as usual."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.how = how
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if self.how == "vmap":
+            x = torch.func.vmap(lambda row: functional.linear(row, self.head.weight))(x)
+        elif self.how == "graph task":
+            probe = x.detach().requires_grad_()
+            y = ByAddress.apply(probe, self.head.weight).sum()
+            x = x + torch.autograd.grad(y, probe)[0]
+        else:
+            x = checkpoint(self.part, x, use_reentrant=False)
+        for part in (self.a, self.b, self.c, self.head):
+            x = torch.tanh(part(x))
+        return x.square().sum()
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.a(torch.tanh(functional.linear(x, self.head.weight)))
+
+
+@pytest.mark.parametrize("how", ["vmap", "graph task", "a part is computed again"])
+@pytest.mark.parametrize("n_chunks", [3, 6])
+def test_what_touches_in_a_place_of_its_own_leaves_the_rest_as_it_is(
+    how: str, n_chunks: int
+) -> None:
+    plain, model = Transforming(how), Transforming(how)
+    want = train(plain, gs.HybridAdam(plain.parameters(), lr=1e-2), None)
+    engine, optimizer = manage(model, device_budget=n_chunks * 4096 + 1024)
+    got = train(model, optimizer, engine)
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("n_chunks", [4, 6])
+def test_a_thread_that_evaluates_finds_room(n_chunks: int) -> None:
+    plain, model = Many(), Many()
+    want = train(plain, gs.HybridAdam(plain.parameters(), lr=1e-2), None)
+    engine, optimizer = manage(model, device_budget=n_chunks * 4096 + 2048)
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+
+    def evaluate() -> None:
+        try:
+            while not is_over.is_set():
+                with torch.no_grad():
+                    model(*batch(0))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    losses = []
+    try:
+        for step in range(STEPS):
+            loss = model(*batch(step))
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors
+    engine.close()
+    got = losses + [p.detach().clone() for p in model.parameters()]
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_plan_that_has_no_room_for_what_is_borrowed_does_without() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(20))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts[:4]:
+                x = functional.linear(x, part.weight).tanh()
+            for part in self.parts:
+                x = part(x).tanh()
+            return x.square().mean()
+
+    model = Deep()
+    engine, optimizer = manage(model, device_budget=6 * 4096)
+    for step in range(STEPS):
+        engine.backward(model(batch(step)[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.stats()["planned"] == 1
+
+
+def test_an_interrupt_leaves_no_key_excluded() -> None:
+    """A handler that raises at any call of a forward, with a traceback that is kept."""
+    model = Model("chunks")
+    engine, _ = manage(model, **tight())
+    want = model(*batch(0)).detach().clone()
+    kept = []
+    for n in range(1, 4000, 37):
+        left = [n]
+
+        def interrupt(frame: Any, event: str, what: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+
+        try:
+            sys.setprofile(interrupt)
+            model(*batch(0))
+        except KeyboardInterrupt as error:
+            kept.append(error)  # its frames hold what was on the way
+        finally:
+            sys.setprofile(None)
+        if left[0] > 0:
+            break
+    assert len(kept) > 10
+    kept.clear()
+    gc.collect()
+    assert not torch._C._dispatch_tls_local_exclude_set().has(absent.KEY)
+    assert torch.equal(model(*batch(0)), want)
+    engine.close()
 
 
 def test_what_is_written_to_a_borrowed_weight_counts() -> None:
