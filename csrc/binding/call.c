@@ -159,7 +159,7 @@ static int push_net(const call *self, scope *out)
     if (!net || out->net != NET_OFF) {
         return 0;
     }
-    out->depth = gm_py_net_depth(net);
+    out->depth = gm_py_nets_depth();
     int pushed = gm_py_net_push(net);
     out->net = pushed > 0 ? NET_PUSHED : NET_OFF;
     return pushed < 0 ? -1 : 0;
@@ -177,7 +177,7 @@ static int begin(call *self, bool has_unit)
 }
 
 /* Everything borrowed leaves, whatever fails; a pending exception stays. */
-static int end(call *self)
+static int end(void)
 {
     scope ended;
     gm_frames_pop(&scopes, &ended);
@@ -189,7 +189,7 @@ static int end(call *self)
         result = result < 0 ? result : left;
     }
     bool is_netted = ended.net == NET_PUSHED;
-    int popped = is_netted ? gm_py_net_pop_to((gm_py_net *)self->net, ended.depth) : 0;
+    int popped = is_netted ? gm_py_nets_pop_to(ended.depth) : 0;
     Py_XDECREF(ended.borrowed);
     gm_py_put_back(error);
     return result < 0 ? result : popped;
@@ -252,7 +252,19 @@ static PyObject *borrowed(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unuse
     return mine ? Py_BuildValue("Nn", mine, n_others) : NULL;
 }
 
+/* others_run() -> whether a module runs in another thread. */
+static PyObject *others_run(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    bool is_any = false;
+    for (size_t i = 0; i < scopes.n; i++) {
+        const scope *at = (const scope *)(void *)scopes.at + i;
+        is_any = is_any || at->thread != PyThread_get_thread_ident();
+    }
+    return PyBool_FromLong(is_any);
+}
+
 PyMethodDef gm_py_call_methods[] = {
+    GM_PY_METHOD("others_run", others_run, METH_NOARGS, "others_run() -> bool"),
     GM_PY_METHOD("borrowed", borrowed, METH_NOARGS, "borrowed() -> (pairs, n)"),
     GM_PY_METHOD("running", running, METH_O,
                  "running(unit) -> (call, what it has borrowed) | None"),
@@ -275,7 +287,7 @@ static PyObject *call_call(call *self, PyObject *args, PyObject *kwargs)
         entered = gm_py_done(PyObject_CallMethod((PyObject *)self, "borrow_again", NULL));
     }
     PyObject *result = entered < 0 ? NULL : run(self, args, kwargs);
-    if (end(self) < 0) {
+    if (end() < 0) {
         Py_CLEAR(result);
     }
     PyObject *error = gm_py_set_aside();

@@ -37,13 +37,14 @@ struct gm_py_net {
     PyObject *slots;         /* a tuple, ordered by address */
     uintptr_t *addresses;    /* of `slots` */
     int ordinal;             /* -1 on the host device */
-    gm_frames outers;        /* of `outer` */
     gm_running running;
     unsigned long running_thread; /* of its innermost task */
 };
 
 PyTypeObject *gm_py_net_type;
 static gm_py_net *started; /* every net that is: the one on top packs what any of them manages */
+/* Of all nets, as torch has one stack of hooks in a thread: what one has pushed another pops. */
+static gm_frames outers = {.size = sizeof(outer)};
 
 /* ---- the engine behind it ---- */
 
@@ -292,9 +293,9 @@ static gm_py_net *owner_of(uintptr_t address)
 }
 
 /* The user's hooks see weights, too; what they give back as it is becomes a token. */
-static PyObject *pack_weight(gm_py_net *net, gm_py_net *owner, PyObject *tensor, uintptr_t address)
+static PyObject *pack_weight(gm_py_net *owner, PyObject *tensor, uintptr_t address)
 {
-    const outer *below = gm_frames_top(&net->outers);
+    const outer *below = gm_frames_top(&outers);
     /* Not so what is borrowed: it may be absent when that is computed again. */
     bool is_blind =
         below && below->is_blind && !(owner && gm_py_slot_is_borrowed(slot_at(owner, address)));
@@ -322,14 +323,14 @@ static PyObject *net_pack(gm_py_net *net, PyObject *tensor)
         int is_absent =
             gm_py_is_true(PyObject_CallMethod((PyObject *)net, "is_absent", "O", tensor));
         if (is_absent) {
-            return is_absent < 0 ? NULL : pack_weight(net, NULL, tensor, 0);
+            return is_absent < 0 ? NULL : pack_weight(NULL, tensor, 0);
         }
     }
     gm_py_net *owner = owner_of(address);
     if (owner) {
-        return pack_weight(net, owner, tensor, address);
+        return pack_weight(owner, tensor, address);
     }
-    const outer *below = gm_frames_top(&net->outers);
+    const outer *below = gm_frames_top(&outers);
     if (below && below->pack) {
         return (PyObject *)pack_delegated(below, tensor);
     }
@@ -483,7 +484,7 @@ static void release_outer(const outer *frame)
 
 int gm_py_net_push(gm_py_net *net)
 {
-    if (gm_frames_reserve(&net->outers) < 0) {
+    if (gm_frames_reserve(&outers) < 0) {
         return -1;
     }
     PyObject *top = PyObject_CallFunctionObjArgs(gm_torch.top_hooks, Py_True, NULL);
@@ -502,7 +503,7 @@ int gm_py_net_push(gm_py_net *net)
             Py_DECREF(top);
             return -1;
         }
-        const outer *below = other ? gm_frames_top(&other->outers) : NULL;
+        const outer *below = other ? gm_frames_top(&outers) : NULL;
         frame.is_blind = is_blind;
         if (other) { /* nets delegate past each other: each has its units on top */
             frame = below ? *below : (outer){.thread = frame.thread};
@@ -513,7 +514,7 @@ int gm_py_net_push(gm_py_net *net)
     Py_DECREF(top);
     int is_pushed = push_hooks(net);
     if (is_pushed > 0) {
-        gm_frames_push(&net->outers, &frame);
+        gm_frames_push(&outers, &frame);
     } else {
         release_outer(&frame);
     }
@@ -521,33 +522,33 @@ int gm_py_net_push(gm_py_net *net)
 }
 
 /* This thread has a frame. */
-static int pop_one(gm_py_net *net)
+static int pop_one(void)
 {
     outer frame;
-    gm_frames_pop(&net->outers, &frame);
+    gm_frames_pop(&outers, &frame);
     int result = gm_py_done(PyObject_CallNoArgs(gm_torch.pop_hooks));
     release_outer(&frame);
     return result;
 }
 
-size_t gm_py_net_depth(const gm_py_net *net)
+size_t gm_py_nets_depth(void)
 {
-    return gm_frames_depth(&net->outers);
+    return gm_frames_depth(&outers);
 }
 
 /* An interrupt passes units without their leaving: an outer unit takes its inner ones away. */
-int gm_py_net_pop_to(gm_py_net *net, size_t depth)
+int gm_py_nets_pop_to(size_t depth)
 {
     int result = 0;
-    for (size_t n = gm_py_net_depth(net); n > depth; n--) {
-        result = pop_one(net) < 0 ? -1 : result;
+    for (size_t n = gm_py_nets_depth(); n > depth; n--) {
+        result = pop_one() < 0 ? -1 : result;
     }
     return result;
 }
 
 static PyObject *net_push(gm_py_net *net, PyObject *Py_UNUSED(unused))
 {
-    size_t depth = gm_py_net_depth(net);
+    size_t depth = gm_py_nets_depth();
     int is_pushed = gm_py_net_push(net);
     return is_pushed < 0 ? NULL : is_pushed ? PyLong_FromSize_t(depth) : Py_NewRef(Py_None);
 }
@@ -557,10 +558,10 @@ static PyObject *none_unless(int failed)
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *net_pop_to(gm_py_net *net, PyObject *depth)
+static PyObject *net_pop_to(gm_py_net *Py_UNUSED(net), PyObject *depth)
 {
     size_t wanted = PyLong_AsSize_t(depth);
-    return PyErr_Occurred() ? NULL : none_unless(gm_py_net_pop_to(net, wanted));
+    return PyErr_Occurred() ? NULL : none_unless(gm_py_nets_pop_to(wanted));
 }
 
 static PyObject *net_unpin(gm_py_net *net, PyObject *Py_UNUSED(unused))
@@ -583,12 +584,7 @@ static PyObject *net_find(gm_py_net *net, PyObject *tensor)
 
 static PyObject *net_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    gm_py_net *net =
-        gm_py_torch_init() < 0 ? NULL : (gm_py_net *)PyType_GenericNew(type, args, kwargs);
-    if (net) {
-        net->outers.size = sizeof(outer);
-    }
-    return (PyObject *)net;
+    return gm_py_torch_init() < 0 ? NULL : PyType_GenericNew(type, args, kwargs);
 }
 
 /* start(engine, core, slots, ordinal, mark); slots: ordered by address, none of them empty. */
@@ -634,11 +630,6 @@ static int net_traverse(gm_py_net *self, visitproc visit, void *arg)
     NET_FIELDS(GM_PY_VISIT)
     Py_VISIT(self->core);
     Py_VISIT(self->slots);
-    for (size_t i = 0; i < self->outers.n; i++) {
-        const outer *frame = &((const outer *)(void *)self->outers.at)[i];
-        Py_VISIT(frame->pack);
-        Py_VISIT(frame->unpack);
-    }
     return 0;
 }
 
@@ -652,10 +643,6 @@ static void net_dealloc(gm_py_net *net)
 {
     PyObject_GC_UnTrack(net);
     net_clear(net);
-    for (size_t i = 0; i < net->outers.n; i++) {
-        release_outer(&((const outer *)(void *)net->outers.at)[i]);
-    }
-    free(net->outers.at);
     for (gm_py_net **link = &started; *link; link = &(*link)->next) {
         if (*link == net) {
             *link = net->next;

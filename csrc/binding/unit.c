@@ -174,7 +174,7 @@ static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
             return -1;
         }
     }
-    out->depth = gm_py_net_depth(self->net);
+    out->depth = gm_py_nets_depth();
     int is_netted = gm_py_net_push(self->net); /* without grad too: the forward may turn it on */
     if (is_netted == 0 && has_grad) {
         out->state = FRAME_BARE;
@@ -182,7 +182,7 @@ static int open_unit(unit *self, bool has_grad, bool in_backward, frame *out)
     }
     if (is_netted < 0 || show_slots(self, in_backward, out) < 0) {
         PyObject *error = gm_py_set_aside();
-        (void)gm_py_net_pop_to(self->net, out->depth);
+        (void)gm_py_nets_pop_to(out->depth);
         Py_CLEAR(out->watched);
         gm_py_put_back(error);
         return -1;
@@ -280,7 +280,7 @@ static PyObject *unit_leave(unit *self, PyObject *Py_UNUSED(unused))
         return Py_NewRef(Py_None); /* enter failed: there is nothing to undo */
     }
     count_borrows(self, -left.is_borrowed);
-    int result = left.state == FRAME_NETTED ? gm_py_net_pop_to(self->net, left.depth) : 0;
+    int result = left.state == FRAME_NETTED ? gm_py_nets_pop_to(left.depth) : 0;
     if (!gm_py_net_is_closed(self->net)) {
         PyObject *context = left.is_open ? gm_py_without_subclasses() : NULL;
         result = UNLESS_FAILED(result, left.is_open ? find_writes(self, left.watched != NULL) : 0);

@@ -113,8 +113,9 @@ gm_engine *gm_py_net_engine(gm_py_net *net);
 bool gm_py_net_is_closed(gm_py_net *net);
 int gm_py_net_stream(gm_py_net *net, gm_stream *out); /* torch's current one */
 int gm_py_net_push(gm_py_net *net);                   /* 1: pushed; 0: torch forbids hooks here */
-size_t gm_py_net_depth(const gm_py_net *net);
-int gm_py_net_pop_to(gm_py_net *net, size_t depth); /* until as many are pushed; fewer stay */
+/* How many pushes of nets this thread has not popped. */
+size_t gm_py_nets_depth(void);
+int gm_py_nets_pop_to(size_t depth); /* until there are as many; fewer stay */
 /* Lets go of the chunks that earlier nodes of this backward (outside one: all nodes) have
  * touched. */
 int gm_py_net_unpin(gm_py_net *net);

@@ -5,23 +5,28 @@ Invariants
        for room, and only if no address of its bytes was given out.
     2. To borrow for an operation makes room by nothing that is borrowed: of two that do not fit together neither takes
        the other's room for ever. A module that lacks the room once is served, operation by operation, from then on.
-    3. What is written is not borrowed for that.
+    3. What is written is not borrowed for that, nor what operations read while modules run in another thread: each
+       has as little as it can.
     4. While Dynamo traces, no net is on: it runs what it traces of torch.func, which forbids hooks. From its end on the
        net of the call is that has borrowed for the compiled function.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import math
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gemini_strategy import _C, _torch
 from gemini_strategy.errors import GeminiMemoryError
+from gemini_strategy.parameters import patches
 
 if TYPE_CHECKING:
     from gemini_strategy.parameters.hooks import Unit
@@ -42,12 +47,11 @@ _PATIENCE = 10.0  # seconds for which a thread waits for what another one has bo
 
 
 class _Here(threading.local):
-    """Of a thread: whether it enters a unit to borrow it for an operation or an address; and what waits for Dynamo's
-    end: hooks that were taken off, units whose borrower gets a net."""
+    """Of a thread: whether it enters a unit to borrow it for an operation or an address; and the units that what
+    Dynamo compiles now has borrowed, whose borrower gets a net after that."""
 
     def __init__(self) -> None:
         self.borrows = False
-        self.taken: list[Any] = []
         self.units: list[Unit] = []
 
 
@@ -68,14 +72,23 @@ def put_nets(taken: list[Any]) -> None:
         _torch.push_saved_tensors_hooks(*taken.pop())
 
 
-def _begin_tracing(_: Any) -> None:
-    _here.taken += take_nets()
+def _without_nets(original: Any) -> Any:
+    """Dynamo's context around what it compiles, in the thread that does."""
 
+    @contextlib.contextmanager
+    @functools.wraps(original)
+    def compiling(*args: Any, **kwargs: Any) -> Iterator[None]:
+        taken, before, _here.units = take_nets(), _here.units, []
+        try:
+            with original(*args, **kwargs):
+                yield
+        finally:
+            put_nets(taken)
+            units, _here.units = _here.units, before
+            for unit in units:
+                _catch_saved(unit)
 
-def _end_tracing(_: Any) -> None:
-    put_nets(_here.taken)
-    while _here.units:
-        _catch_saved(_here.units.pop())
+    return compiling
 
 
 def _catch_saved(unit: Unit) -> None:
@@ -86,13 +99,10 @@ def _catch_saved(unit: Unit) -> None:
 
 
 def watch_compiler() -> None:
-    """Has Dynamo, if it is there, tell when it traces; torch._dynamo.reset() forgets who wants to know."""
+    """Is there while Dynamo traces, if a program has imported it."""
     callbacks = _torch.compiler_callbacks()
-    if callbacks is None:
-        return
-    if _begin_tracing not in callbacks.start_callbacks:
-        callbacks.register_start_callback(_begin_tracing)
-        callbacks.register_end_callback(_end_tracing)
+    if callbacks is not None:
+        patches.add(callbacks, "install_callbacks", _without_nets)
 
 
 class Use(enum.Enum):
@@ -115,7 +125,7 @@ def borrow(slot: Slot, use: Use = Use.OPERATION) -> bool:
     if found is None or found[0].is_compiled or found[0].n_entered:
         return False
     unit, call, borrowed = found
-    if use is Use.OPERATION and call.lacks_room:
+    if use is Use.OPERATION and (call.lacks_room or _C.others_run()):
         return False
     call.net = slot.net
     if use is Use.COMPILED:

@@ -207,7 +207,8 @@ def _recording_door(original: Any, why: str) -> Any:
 
     @functools.wraps(original)
     def recording(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
+        is_traced = kwargs.get("is_tracing", False)  # then the model's own calls refuse
+        for value in () if is_traced else (*args, *kwargs.values()):
             for given in value if isinstance(value, tuple) else (value,):
                 module = getattr(given, "__self__", given)
                 for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():

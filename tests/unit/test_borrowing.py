@@ -424,6 +424,18 @@ def test_what_touches_in_a_place_of_its_own_leaves_the_rest_as_it_is(
     assert all(map(torch.equal, got, want))
 
 
+def test_hooks_that_several_nets_have_pushed_go_in_their_order() -> None:
+    """The user's hooks are below the net of any engine, and what is borrowed inside them has the net of its own."""
+    others = [manage(nn.Linear(4, 4))[0] for _ in range(3)]
+    plain, model = Transforming("a part"), Transforming("a part")
+    want = train(plain, gs.HybridAdam(plain.parameters(), lr=1e-2), None)
+    engine, optimizer = manage(model)
+    more = [manage(nn.Linear(4, 4))[0] for _ in range(3)]
+    assert all(map(torch.equal, train(model, optimizer, engine), want))
+    for one in (*others, *more):
+        one.close()
+
+
 @pytest.mark.parametrize("n_chunks", [4, 6])
 def test_a_thread_that_evaluates_finds_room(n_chunks: int) -> None:
     plain, model = Many(), Many()
