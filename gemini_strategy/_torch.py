@@ -125,7 +125,7 @@ disabling_saved_tensors_hooks = _generator_cell("torch.autograd.graph.disable_sa
 proxy_tensor: Any = _private("torch.fx.experimental.proxy_tensor")
 # The module that asks for addresses to make fake tensors.
 META_CONVERTER = "torch._subclasses.meta_utils"
-_COMPILER_CALLBACKS = "torch._dynamo.callback"
+_COMPILER_CALLBACKS = _in_code("torch._dynamo.callback.CompilationCallbackHandler")
 recursive_scripting: Any = _private("torch.jit._recursive")
 optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
 FOREACH_TYPES = "_foreach_supported_types"
@@ -220,5 +220,5 @@ def compiler_callbacks() -> Any:
 
     None before a program has imported the compiler, which takes a second.
     """
-    module = sys.modules.get(_COMPILER_CALLBACKS)
-    return None if module is None else module.CompilationCallbackHandler
+    module, _, name = _COMPILER_CALLBACKS.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)

@@ -25,8 +25,8 @@
 typedef struct outer {
     unsigned long thread;
     PyObject *pack, *unpack; /* the user's hooks below ours; NULL: none */
-    bool
-        is_blind; /* torch's checkpointing: it sees no weights, absent or not: it would keep them */
+    /* torch's checkpointing: it is to see no weights, whose memory it would keep. */
+    bool is_blind;
 } outer;
 
 struct gm_py_net {

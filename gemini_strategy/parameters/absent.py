@@ -24,7 +24,7 @@ torch's own has it, and `install` refuses a torch in which somebody else serves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -368,12 +368,11 @@ def _borrow(homes: Sequence[Home]) -> bool:
     return len(units) == 1 and None not in units and homes[0].borrow()
 
 
-def _borrow_values(op: Any, values: Iterable[Any]) -> bool:
+def _borrow_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """The same of an operation's arguments, where it only reads."""
-    is_reader = op._schema.name.split("::")[0] in _TOLD and not op._schema.is_mutable
-    return is_reader and _borrow(
-        [home_of(v) for v in values if isinstance(v, torch.Tensor) and is_absent(v)]
-    )
+    if _written(op, args, kwargs) != set():
+        return False
+    return _borrow([home_of(v) for v in (*args, *kwargs.values()) if is_absent(v)])
 
 
 def serve(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -403,7 +402,7 @@ def serve(op: Any, *args: Any, **kwargs: Any) -> Any:
         _home_at(absent[0][2]).note_same()
         return args[0]
     writes = _written(op, args, kwargs)
-    if writes is not None and not writes and _borrow([_home_at(a) for _, _, a in absent]):
+    if writes == set() and _borrow([_home_at(a) for _, _, a in absent]):
         return op(*args, **kwargs)
     opened: dict[int, tuple[Home, torch.Tensor, bool]] = {}
     for _, item, address in absent:
@@ -498,5 +497,5 @@ def install() -> None:
     passed = torch.library.Library("aten", "IMPL")
     for name in PASSED:
         passed.impl(name, torch.library.fallthrough_kernel, "Fake")
-    gate.install(everything, passed, _name_of, _borrow_values)
+    gate.install(everything, passed, _name_of, _borrow_arguments)
     _libraries.extend([everything, passed])

@@ -194,19 +194,22 @@ def _await_others() -> bool:
     return False
 
 
-def is_in_node(slot: Slot) -> bool:
-    """Whether a node of a backward runs and no module that has it below it: its bytes can stay until another node asks.
+def for_node(slot: Slot) -> torch.Tensor | None:
+    """Its bytes, until another node of the backward asks, where a node runs and no module that has it below it.
 
-    What is computed again in a node may be many modules.
+    What is computed again in a node may be many modules, which would keep it all.
     """
-    return _torch.current_task() != -1 and bool(math.prod(slot.shape)) and _running(slot) is None
+    if _torch.current_task() == -1 or not math.prod(slot.shape) or _running(slot) is not None:
+        return None
+    shown: torch.Tensor = slot.units[0].show(slot)
+    return shown
 
 
 def at_hand(slot: Slot) -> torch.Tensor | None:
     """Its bytes, which stay where they are while the innermost running module does that has it, or the node of a
     backward; None: nothing of that runs."""
-    if is_in_node(slot):
-        shown: torch.Tensor = slot.units[0].show(slot)
+    shown = for_node(slot)
+    if shown is not None:
         slot.expose(shown)
         return shown
     found = _running(slot)

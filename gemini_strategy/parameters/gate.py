@@ -45,7 +45,7 @@ _lock = (
 _changed = threading.Condition(_lock)
 _waiting: list[Slot] = []  # for each that waits to change the data of one
 _name_of: Callable[[Any], str | None]
-_borrow: Callable[[Any, tuple[Any, ...]], bool]
+_borrow: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 _passed: list[tuple[int, Slot]] = []  # threads whose operations have passed, with the parameters
 
 
@@ -123,7 +123,7 @@ def _pass(op: Any, *args: Any, **kwargs: Any) -> Any:
             f"{name} is used outside its module in a function that torch.jit.trace records: give the function a clone "
             "of its own, p.detach().clone(), or trace before manage()"
         )
-    if _borrow(op, (*args, *kwargs.values())):  # this thread changes data now, and passes
+    if _borrow(op, args, kwargs):  # this thread changes data now, and passes
         return op(*args, **kwargs)
     # Not in a generator: an interrupt would leave the key off until that is collected.
     with passing(*_slots((*args, *kwargs.values()))), _torch.ExcludeDispatchKeyGuard(KEYS):
@@ -152,7 +152,7 @@ def install(
     everything: torch.library.Library,
     aten: torch.library.Library,
     name_of: Callable[[Any], str | None],
-    borrow: Callable[[Any, tuple[Any, ...]], bool],
+    borrow: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
 ) -> None:
     """Puts the kernel in place, once per process. torch has no way to call a fallback under a mode of the caller.
 

@@ -53,9 +53,8 @@ class Weight(SlotHome):
         if not slot.engine.closed:
             if is_written:
                 slot.engine.settle()
-            elif borrowing.is_in_node(slot):
-                return slot.units[0].show(slot)
-            return slot.lease(is_watched=is_written)
+            shown = None if is_written else borrowing.for_node(slot)
+            return slot.lease(is_watched=is_written) if shown is None else shown
         # The model is ordinary again, and its parameter is this.
         now = slot.parameter.detach()
         if (now.dtype, now.device, now.stride()) != (slot.dtype, slot.device, slot.strides):

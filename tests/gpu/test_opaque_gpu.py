@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 from torch import nn
 
 import gemini_strategy as gs
@@ -30,14 +29,6 @@ __all__ = ["_deterministic"]
 
 STEPS = 12
 WIDTH, DEPTH = 1280, 6  # 20 million parameters
-
-
-@pytest.fixture(autouse=True)
-def _no_kernel_is_chosen_by_time() -> Iterator[None]:
-    """torch's compiler times a few configurations of a kernel, and they round differently: a loop without an engine
-    that compiles torchao's step has other bits from run to run."""
-    with torch._inductor.config.patch({"triton.autotune_pointwise": False}):
-        yield
 
 
 Make = Callable[[Any], torch.optim.Optimizer]

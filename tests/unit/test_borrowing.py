@@ -494,26 +494,29 @@ def test_a_plan_that_has_no_room_for_what_is_borrowed_does_without() -> None:
 
 
 def test_an_interrupt_leaves_no_key_excluded() -> None:
-    """A handler that raises at any call of a forward, with a traceback that is kept."""
+    """At the end of each `__enter__` in Python while weights are served: the guard is on, its `with` not begun yet."""
     model = Model("chunks")
     engine, _ = manage(model, **tight())
     want = model(*batch(0)).detach().clone()
     kept = []
-    for n in range(1, 4000, 37):
+    for n in itertools.count(1):
         left = [n]
 
         def interrupt(frame: Any, event: str, what: Any, left: list[int] = left) -> None:
-            left[0] -= 1
+            left[0] -= event == "return" and frame.f_code.co_name == "__enter__"
             if left[0] == 0:
+                left[0] = -1
                 raise KeyboardInterrupt
 
         try:
             sys.setprofile(interrupt)
-            model(*batch(0))
+            for weight in model.parameters():  # outside its module each is served
+                weight.sum()
         except KeyboardInterrupt as error:
-            kept.append(error)  # its frames hold what was on the way
+            kept.append(error)  # its frames hold the guards that were on the way
         finally:
             sys.setprofile(None)
+            torch.set_grad_enabled(True)  # torch's own: an interrupt in no_grad leaves it off
         if left[0] > 0:
             break
     assert len(kept) > 10
